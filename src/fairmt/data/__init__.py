@@ -1,0 +1,5 @@
+"""Data for training and for tests."""
+
+from .planted import Planted, planted
+
+__all__ = ["Planted", "planted"]

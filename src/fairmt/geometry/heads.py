@@ -1,0 +1,85 @@
+"""The user's head modules, held by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FairMTError, describe, unknown_name
+from ..layout import Layout
+
+
+class Heads:
+    """The heads of a model: looked at, never owned.
+
+    They are not among the criterion's parameters, buffers or state.
+    """
+
+    def __init__(self, modules: Any, layout: Layout) -> None:
+        self.modules: list[nn.Module] | None = None
+        self.checked = False
+        if modules is None:
+            return
+        if not isinstance(modules, Mapping | nn.ModuleDict):
+            raise FairMTError(f"heads: met {describe(modules)}, expected a mapping from task name to module")
+        given = dict(modules.items())
+        names = [head.name for head in layout.heads]
+        for name, module in given.items():
+            if name not in names:
+                raise unknown_name("heads", name, names)
+            if not isinstance(module, nn.Module):
+                raise FairMTError(f"heads[{name!r}]: met {type(module).__name__}, expected a torch.nn.Module")
+        for head in layout.heads:
+            if head.name not in given:
+                raise FairMTError(f"heads: {head.name!r} is missing, met {', '.join(map(repr, given)) or 'nothing'}")
+            module = given[head.name]
+            if isinstance(module, nn.Linear) and module.out_features != head.width:
+                raise FairMTError(
+                    f"heads[{head.name!r}]: met {module.out_features} outputs, expected {head.width}, as the task has"
+                )
+        self.modules = [given[name] for name in names]
+
+    def weight(self, features: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """All heads' weights (C, D), if every head is one linear layer on the features; None otherwise."""
+        if self.modules is None or features.ndim != 2:
+            return None
+        weights = []
+        for module in self.modules:
+            linear = _unwrapped(module)
+            if type(linear) is not nn.Linear:
+                return None
+            if linear.weight.shape != (linear.out_features, features.shape[1]):
+                return None  # sharded over ranks, or not on these features: autograd knows better
+            weights.append(linear.weight.detach())
+        return (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+
+    def differ(self, features: Tensor, logits: Tensor, layout: Layout) -> Tensor | None:
+        """(1, heads): by how much each linear head's output is not its logits, where that is too much, else 0.
+
+        The closed form rests on it, so it is looked at once; None after that.
+        """
+        if self.checked or self.modules is None:
+            return None
+        self.checked = True
+        coarse = features.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(features.device.type)
+        tolerance = 0.1 if coarse else 0.01
+        differences = []
+        for module, head in zip(self.modules, layout.heads, strict=True):
+            linear = _unwrapped(module)
+            assert isinstance(linear, nn.Linear)
+            bias = None if linear.bias is None else linear.bias.to(logits.dtype)
+            own = nn.functional.linear(features.to(logits.dtype), linear.weight.to(logits.dtype), bias)
+            given = logits[:, head.columns]
+            size = 1 + given.abs().amax() if given.numel() else given.new_ones(())
+            apart = (own - given).abs().amax() if given.numel() else given.new_zeros(())
+            differences.append(torch.where(apart > tolerance * size, apart, 0))
+        return torch.stack(differences).unsqueeze(0)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
