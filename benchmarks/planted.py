@@ -20,7 +20,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import fairmt
 from fairmt.data import Planted, planted
-from fairmt.tasks import columns_of
 
 WIDTH, BATCH, EPOCHS, RATE = 64, 256, 40, 0.02
 SETTINGS = [
@@ -47,7 +46,7 @@ class Network(nn.Module):
         self.encoder = nn.Sequential(
             nn.Linear(people.inputs.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
         )
-        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, columns_of(task)) for name, task in people.tasks.items()})
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, task.width) for name, task in people.tasks.items()})
 
 
 def losses(logits: dict[str, Tensor], batch: Planted, weight: Tensor) -> Tensor:
@@ -156,9 +155,7 @@ def main() -> None:
     cells: list[str] = []
     start = time.time()
     for world in worlds:
-        draw: Callable[[int, int], Planted] = lambda rows, seed: planted(  # noqa: E731
-            rows, seed, world=world, contrast=args.contrast
-        )
+        draw = partial(planted, world=world, contrast=args.contrast)
         people, validation, test = draw(8_000, 1000 + world), draw(8_000, 2000 + world), draw(20_000, 3000 + world)
         networks = {name: train(people, world, name) for name in plain}
         fair = [train(people, world, setting) for setting in SETTINGS]

@@ -35,7 +35,6 @@ from fairmt.geometry import Feature, Full, Sample
 from fairmt.groups import Groups
 from fairmt.layout import Layout
 from fairmt.methods import Criterion
-from fairmt.tasks import columns_of
 from fairmt.weighting import MinimumNorm
 
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -64,7 +63,7 @@ class Problem:
             self.groups = {"gender": 2, "race": 6}
         self.labels, self.members = {}, {}
         for task_name, task in self.tasks.items():
-            n = columns_of(task)
+            n = task.width
             if isinstance(task, fairmt.Classification):
                 y = torch.randint(0, n, (rows, 1)).float()
             elif isinstance(task, fairmt.Regression):
@@ -112,7 +111,7 @@ class Method:
         self.device = torch.device(args.device)
         module, size, shape = build(encoder)
         self.encoder = module.to(self.device)
-        self.heads = nn.ModuleDict({n: nn.Linear(size, columns_of(t)) for n, t in problem.tasks.items()})
+        self.heads = nn.ModuleDict({n: nn.Linear(size, t.width) for n, t in problem.tasks.items()})
         self.heads.to(self.device)
         self.problem = problem
         rows = args.batch or shape[0]

@@ -69,10 +69,10 @@ class Reader(State):
         self._constant("class_head", [i for i, head in enumerate(classifications) for _ in range(head.width)])
         self._constant("class_counts", [head.width for head in classifications])
         self._constant("group_numbers", list(range(layout.groups.width)))
-        self._constant("lowest_group", [-1 for _ in layout.groups.attributes])
-        self._constant("highest_group", [attribute.size - 1 for attribute in layout.groups.attributes])
+        self._constant("lowest_group", [-1 for _ in layout.groups.given])
+        self._constant("highest_group", [attribute.size - 1 for attribute in layout.groups.given])
         cells = [("labels", head.name) for head in layout.heads]
-        cells += [("members", name) for name in layout.groups.names]
+        cells += [("members", attribute.name) for attribute in layout.groups.given]
         cells += [("heads", head.name) for head in layout.heads]
         self.watch = Watch([*cells, ("sample_weight", ""), ("loss", "")])
 
@@ -97,9 +97,11 @@ class Reader(State):
             ("members", members, [attribute.name for attribute in layout.groups.given]),
         ):
             _check_names(what, given, names)
-        z = join([self._columns("logits", logits[head.name], head, size) for head in layout.heads])
-        if not z.is_floating_point():
-            raise FairMTError(f"logits: met dtype {z.dtype}, expected a floating dtype for every head")
+        parts = [self._columns("logits", logits[head.name], head, size) for head in layout.heads]
+        for head, part in zip(layout.heads, parts, strict=True):
+            if not part.is_floating_point():
+                raise FairMTError(f"logits[{head.name!r}]: met {part.dtype}, expected a floating dtype")
+        z = join(parts)
         z = z.to(torch.float64 if torch.float64 in (z.dtype, features.dtype) else torch.float32)
 
         problems = _Problems(self, alone)
@@ -199,10 +201,13 @@ class Reader(State):
                     f"({size},) on {self.group_numbers.device} with group numbers, -1 where unknown"
                 )
             given[attribute.name] = tensor.long()
-        codes = torch.stack(groups.codes(given), dim=1)
+        codes = torch.stack([given[attribute.name] for attribute in groups.given], dim=1)
         bad = problems.settle("members", (), codes, codes, codes.clamp(self.lowest_group, self.highest_group))
         if bad is not None:
             codes = codes.masked_fill(bad, -1)
+        if len(groups.given) < len(groups.attributes):
+            parts = dict(zip(given, codes.unbind(1), strict=True))
+            codes = torch.stack(groups.codes(parts), dim=1)
         return (codes.unsqueeze(2) == self.group_numbers).to(z.dtype).flatten(1)
 
 
@@ -237,7 +242,7 @@ class _Problems:
         if what == "sample_weight":
             return FairMTError(f"sample_weight: {met}, expected a finite number of at least 0")
         if what == "members":
-            attribute = layout.groups.attributes[column]
+            attribute = layout.groups.given[column]
             return FairMTError(
                 f"members[{attribute.name!r}]: {met}, expected a group number from 0 to {attribute.size - 1}, "
                 "or -1 for unknown"

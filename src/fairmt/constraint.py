@@ -21,7 +21,7 @@ from .disparity import Disparity, GroupMemory, SidePlan, comparable, spread
 from .disparity.memory import Sums
 from .errors import FairMTError
 from .layout import Kind, Layout, join
-from .state import TINY, State
+from .state import State
 
 Aggregation: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -142,14 +142,15 @@ class GroupConstraint(State):
     def _cells(self, pull: Tensor, worst: Tensor, best: Tensor, weight: Tensor) -> Tensor:
         """∂Φ/∂(sum of scores): `pull` at the worst group, against it at the best if that takes a gradient too.
 
-        A remembered rate's value moves with the batch's own mean, so the sum is divided by the batch's weight. (A
-        group that is not in the batch has no row to take the gradient, whatever stands in its cell.)
+        A remembered rate's value moves with the batch's own mean, so the sum is divided by the batch's weight; a
+        group that is not in the batch has no row to take a gradient.
         """
+        per_weight = (1 / weight).masked_fill(weight <= 0, 0)
         cells, pull, worst = torch.zeros_like(weight), pull.unsqueeze(1), worst.unsqueeze(1)
-        cells.scatter_(1, worst, pull / weight.gather(1, worst).clamp(min=TINY))
+        cells.scatter_(1, worst, pull * per_weight.gather(1, worst))
         if not self.asymmetric:
             best = best.unsqueeze(1)
-            cells.scatter_add_(1, best, -pull / weight.gather(1, best).clamp(min=TINY))
+            cells.scatter_add_(1, best, -pull * per_weight.gather(1, best))
         return cells.flatten(0, 1)
 
     def at_logits(

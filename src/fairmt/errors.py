@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -17,38 +17,46 @@ def unknown_name(what: str, met: object, allowed: Iterable[object]) -> FairMTErr
     near = get_close_matches(str(met), [str(name) for name in options], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     expected = ", ".join(repr(name) for name in options[:20]) + (" …" if len(options) > 20 else "")
-    return FairMTError(f"{what}: met {describe(met)}, expected one of {expected or 'none'}{hint}")
+    return FairMTError(f"{what}: met {short(met)}, expected one of {expected or 'none'}{hint}")
 
 
-def describe(value: object, longest: int = 80) -> str:
+def describe(value: object) -> str:
     """A value as an error shows it: what it is, and no more of it than fits in a line."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[:longest]}… ({type(value).__name__})"
+    if isinstance(value, Collection) and not isinstance(value, str) and len(value) == 0:
+        return f"an empty {type(value).__name__}"
+    return f"{type(value).__name__} {short(value)}"
+
+
+def short(value: object, longest: int = 80) -> str:
+    """The beginning of a value's representation."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 def check_number(
     name: str, value: object, *, above: float | None = None, least: float | None = None, finite: bool = True
 ) -> float:
     """A real number within bounds, or an error."""
-    bounds = [f"above {above:g}"] if above is not None else [f"of at least {least:g}"] if least is not None else []
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and (not finite or math.isfinite(value)):  # type: ignore[arg-type]
-        number = float(value)  # type: ignore[arg-type]
-        if (above is None or number > above) and (least is None or number >= least):
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+        fits = (above is None or number > above) and (least is None or number >= least)
+        if fits and (math.isfinite(number) or (number > 0 and not finite)):
             return number
-    kind = "a finite number" if finite else "a number"
-    raise FairMTError(f"{name}: met {describe(value)}, expected {' '.join([kind, *bounds])}")
+    kind = "a positive number" if above == 0 else "a number"
+    bound = f" of at least {least:g}" if least is not None else f" above {above:g}" if above else ""
+    raise FairMTError(f"{name}: met {short(value)}, expected {kind}{bound}{', finite' if finite else ''}")
 
 
 def check_integer(name: str, value: object, least: int) -> int:
     """A whole number of at least so much, or an error."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    raise FairMTError(f"{name}: met {describe(value)}, expected a whole number of at least {least}")
+    raise FairMTError(f"{name}: met {short(value)}, expected an int of at least {least}")
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """One of the allowed values, or an error that names the nearest."""
     options = list(allowed)
+    # By identity and by equal strings only: an array compared to a name gives an array.
     if not any(value is option or (isinstance(value, str) and value == option) for option in options):
         raise unknown_name(name, value, options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import FairMTError, describe
+from .errors import FairMTError, describe, short
 
 UNKNOWN = -1
 """The code of a person whose membership is not known."""
@@ -32,7 +32,7 @@ def cross(*attributes: str) -> dict[str, Intersection]:
     """
     names = all(isinstance(attribute, str) for attribute in attributes)
     if not names or len(attributes) < 2 or len(set(attributes)) != len(attributes):
-        raise FairMTError(f"cross: met {describe(attributes)}, expected at least two different attribute names")
+        raise FairMTError(f"cross: met {short(attributes)}, expected at least two different attribute names")
     return {"*".join(attributes): Intersection(attributes)}
 
 
@@ -82,7 +82,7 @@ class Groups:
         attributes: list[Attribute] = []
         for name, value in groups.items():
             if not isinstance(name, str) or not name:
-                raise FairMTError(f"groups: met the name {describe(name)}, expected a non-empty string")
+                raise FairMTError(f"groups: met the name {short(name)}, expected a non-empty string")
             if isinstance(value, Mapping) and len(value) == 1:  # {"both": cross("a", "b")}: an own name for it
                 value = next(iter(value.values()))
             if isinstance(value, Intersection):
@@ -90,7 +90,7 @@ class Groups:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 2:
                 raise FairMTError(
-                    f"groups[{name!r}]: met {describe(value)}, expected an int of at least 2, or fairmt.cross(…)"
+                    f"groups[{name!r}]: met {short(value)}, expected an int of at least 2, or fairmt.cross(…)"
                 )
             sizes[name] = value
             attributes.append(Attribute(name, value))

@@ -26,6 +26,8 @@ def decode(kind: Kind, labels: Tensor) -> Labels:
         infinite = torch.inf if kind == "regression" else None
         values = torch.nan_to_num(labels, posinf=infinite, neginf=None if infinite is None else -infinite)
         return Labels(values, labels == labels)
+    if labels.dtype != torch.bool:
+        labels = labels.long()  # the small integer types lack operations, or room for the number of classes
     if kind == "regression" or labels.dtype == torch.bool:
         return Labels(labels, torch.ones_like(labels, dtype=torch.bool))
     return Labels(labels.clamp(min=0), labels >= 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import FairMTError
 from .groups import Groups
-from .tasks import Classification, Detection, Regression, Task, columns_of
+from .tasks import Classification, Detection, Regression, Task
 
 Kind: TypeAlias = Literal["detection", "classification", "regression"]
 KINDS: tuple[Kind, ...] = ("detection", "classification", "regression")
@@ -39,7 +39,7 @@ class Head:
 
     @property
     def width(self) -> int:
-        return columns_of(self.task)
+        return self.task.width
 
     @property
     def task_names(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Layout:
             for name, task in tasks.items():
                 if _KIND_OF[type(task)] != kind:
                     continue
-                width = columns_of(task)
+                width = task.width
                 count = 1 if kind == "classification" else width
                 columns, numbers = slice(column, column + width), slice(task_number, task_number + count)
                 heads.append(Head(name, task, kind, columns, numbers))

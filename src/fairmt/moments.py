@@ -23,7 +23,9 @@ class LabelMoments(State):
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self.needed = any(
-            head.task.scale is None if isinstance(head.task, Regression) else head.task.weight == "balanced"
+            head.task.scale is None
+            if isinstance(head.task, Regression)
+            else getattr(head.task, "weight", None) == "balanced"
             for head in layout.heads
         )
         self.register_buffer("sums", torch.zeros(3, layout.columns, dtype=torch.float64))

@@ -28,12 +28,13 @@ class _Surrogate(torch.autograd.Function):
     def forward(
         ctx: Any,
         value: Tensor,
-        at_logits: Tensor,
+        at_logits: Tensor | None,
         at_features: Tensor,
         heads: Sequence[tuple[slice, slice]],
         features: Tensor,
         *logits: Tensor,
     ) -> Tensor:
+        ctx.sound = at_logits is not None
         ctx.save_for_backward(at_logits, at_features)
         ctx.heads = heads
         ctx.like = [(features.shape, features.dtype), *((z.shape, z.dtype) for z in logits)]
@@ -42,8 +43,11 @@ class _Surrogate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        at_logits, at_features = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
+        if not ctx.sound:
+            # Zeros would not do: zero times an activation that is not finite is not zero.
+            return (None,) * (4 + len(needed))
+        at_logits, at_features = ctx.saved_tensors
         scale = gradient.to(at_logits.dtype)
         parts: list[Tensor | None] = [None] * len(needed)
         if needed[0]:
@@ -60,7 +64,7 @@ class _Surrogate(torch.autograd.Function):
 
 def surrogate(
     value: Tensor,
-    at_logits: Tensor,
+    at_logits: Tensor | None,
     at_features: Tensor,
     heads: Sequence[tuple[slice, slice]],
     features: Tensor,
@@ -70,7 +74,7 @@ def surrogate(
 
     Args:
         value: what it reports.
-        at_logits: (B, C) G_head, all heads side by side.
+        at_logits: (B, C) G_head, all heads side by side; None: no gradient goes anywhere.
         at_features: A(G_shared) − A(G_head), like the features.
         heads: the columns (and the tasks) of each of `logits`.
         features, logits: in the graph.

@@ -10,15 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .errors import FairMTError, check_choice, check_integer, check_number, describe
+from .errors import FairMTError, check_choice, check_integer, check_number, describe, short
 
 Balance: TypeAlias = Literal["balanced"]
 PerColumn: TypeAlias = float | Sequence[float]
 RegressionLoss: TypeAlias = Literal["mse", "mae", "huber"]
 
 
+class Task:
+    """What is predicted: a `Detection`, a `Classification` or a `Regression`."""
+
+    @property
+    def width(self) -> int:
+        """Number of logits (or predictions) a head for this task gives."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Detection:
+class Detection(Task):
     """`n` yes/no questions answered by one head; labels are 0, 1 or missing.
 
     Args:
@@ -42,15 +51,19 @@ class Detection:
 
     def __post_init__(self) -> None:
         _check_columns(self, self.n, self.names)
-        if self.weight is not None and self.weight != "balanced":
+        if self.weight is not None and not (isinstance(self.weight, str) and self.weight == "balanced"):
             object.__setattr__(self, "weight", _per_column("Detection.weight", self.weight, self.n))
         if not 0 < check_number("Detection.threshold", self.threshold) < 1:
             raise FairMTError(f"Detection.threshold: met {self.threshold!r}, expected a number between 0 and 1")
         check_number("Detection.temperature", self.temperature, above=0)
 
+    @property
+    def width(self) -> int:
+        return self.n
+
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(Task):
     """One question with `num_classes` exclusive answers; labels are 0 … C − 1 or missing.
 
     Args:
@@ -68,9 +81,13 @@ class Classification:
         check_choice("Classification.weight", self.weight, (None, "balanced"))
         check_number("Classification.temperature", self.temperature, above=0)
 
+    @property
+    def width(self) -> int:
+        return self.num_classes
+
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(Task):
     """`n` numbers predicted by one head; labels are finite numbers or missing.
 
     Args:
@@ -95,13 +112,9 @@ class Regression:
             object.__setattr__(self, "scale", _per_column("Regression.scale", self.scale, self.n))
         check_number("Regression.delta", self.delta, above=0)
 
-
-Task: TypeAlias = Detection | Classification | Regression
-
-
-def columns_of(task: Task) -> int:
-    """Number of logits (or predictions) a head for this task gives."""
-    return task.num_classes if isinstance(task, Classification) else task.n
+    @property
+    def width(self) -> int:
+        return self.n
 
 
 def per_column(value: PerColumn, n: int) -> list[float]:
@@ -118,7 +131,7 @@ def check_tasks(tasks: object) -> dict[str, Task]:
         )
     for name, task in tasks.items():
         if not isinstance(name, str) or not name:
-            raise FairMTError(f"tasks: met the name {describe(name)}, expected a non-empty string")
+            raise FairMTError(f"tasks: met the name {short(name)}, expected a non-empty string")
         if not isinstance(task, Detection | Classification | Regression):
             raise FairMTError(
                 f"tasks[{name!r}]: met {describe(task)}, expected a Detection, Classification or Regression"
@@ -131,9 +144,9 @@ def _check_columns(task: Detection | Regression, n: object, names: object) -> No
     check_integer(f"{kind}.n", n, 1)
     if names is None:
         return
-    strings = [str(name) for name in names] if isinstance(names, Iterable) and not isinstance(names, str) else []
-    if len(strings) != n or len(set(strings)) != n:
-        raise FairMTError(f"{kind}.names: met {describe(names)}, expected {n} different names, one a column")
+    strings = [name for name in names if isinstance(name, str)] if isinstance(names, Iterable) else []
+    if isinstance(names, str) or len(strings) != n or len(set(strings)) != n:
+        raise FairMTError(f"{kind}.names: met {short(names)}, expected {n} different names, one a column")
     object.__setattr__(task, "names", tuple(strings))
 
 
@@ -143,5 +156,5 @@ def _per_column(what: str, value: object, n: int) -> float | tuple[float, ...]:
         return check_number(what, value, above=0)
     values = tuple(check_number(what, v, above=0) for v in value)
     if len(values) != n:
-        raise FairMTError(f"{what}: met {len(values)} numbers, expected one, or {n}, one a column")
+        raise FairMTError(f"{what}: met {short(value)}, expected a positive number, or {n} of them, one a column")
     return values

@@ -20,7 +20,7 @@ EXPECTED = {
     "members": "a group number, or -1 for unknown",
     "sample_weight": "a finite number of at least 0",
     "loss": "a finite loss and finite gradients",
-    "heads": "logits that equal the head's output on the features (or heads=None); they differed by that much",
+    "heads": "logits that are the head's output on the features (or heads=None); met is their relative difference",
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fairmt
-from fairmt.tasks import columns_of
 
 INPUTS, FEATURES = 5, 8
 
@@ -94,7 +93,7 @@ class Model(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.encoder = nn.Sequential(nn.Linear(INPUTS, FEATURES), nn.Tanh())
-            self.heads = nn.ModuleDict({name: _head(columns_of(task), linear) for name, task in tasks.items()})
+            self.heads = nn.ModuleDict({name: _head(task.width, linear) for name, task in tasks.items()})
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         features = self.encoder(inputs)

@@ -214,7 +214,7 @@ def test_unmeasured_entries_weigh_nothing_and_change_nothing(aggregation: Any, g
     assert torch.allclose(w[measured], alone, atol=1e-12)
 
 
-@pytest.mark.parametrize("aggregation", [Mean(), Maximum(), Ahfda(), Ahfda(0.3), Ahfda(mu=0.05)], ids=str)
+@pytest.mark.parametrize("aggregation", [Mean(), Maximum(), Ahfda(), Ahfda(0.3), Ahfda(mu=0.05)], ids=range(5))
 def test_with_nothing_measured_all_weights_are_zero(aggregation: Any) -> None:
     w = aggregation(torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.bool))
     assert w.tolist() == [0, 0, 0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fairmt
 from tests.core.problems import GROUPS, TASKS, Data, Model, data
-from tests.core.reference import Outcome, Reference
+from tests.core.reference import Outcome, Reference, columns_of, read_labels
 
 EXACT = 1e-9
 RHO = 0.05
@@ -306,6 +306,31 @@ def test_alpha_solves_the_minimum_norm_problem_of_the_explicit_gradients(
     assert outcome.eta > 0.5
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_papers_gram_divides_by_each_tasks_own_rows(weighted: bool) -> None:
+    model = Model()
+    criterion = fairmt.FairMT.paper(TASKS, GROUPS, model.heads)
+    batch = data(11, weighted=weighted)
+    call(criterion, model, batch)
+    features, logits = model(batch.inputs)
+    outcome = Reference(TASKS, GROUPS, memory=1).step(logits, batch.labels, batch.members, batch.sample_weight)
+    gradient = explicit("mean", model, outcome, features, logits)
+    assert criterion.last is not None
+    assert criterion.last.gram is not None
+    names = list(criterion.last.active)
+    weight = torch.ones(batch.rows) if batch.sample_weight is None else batch.sample_weight
+    own_rows = {}
+    for column in columns_of(TASKS):
+        labels = read_labels(batch.labels[column.head], TASKS[column.head], batch.rows)
+        place = 0 if isinstance(TASKS[column.head], fairmt.Classification) else column.place
+        own_rows[column.task] = sum(
+            line[place] is not None and bool(w > 0) for line, w in zip(labels, weight, strict=True)
+        )
+    stacked = torch.stack([gradient[name] * batch.rows / own_rows[name] for name in names])
+    order = [criterion.layout.task_names.index(name) for name in names]
+    assert close(criterion.last.gram.K[order][:, order], stacked @ stacked.T)
+
+
 def test_encoder_scale_sum_divides_eta_in_the_minimum_norm_problem() -> None:
     model = Model()
     criterion, reference = make(model, encoder_scale="sum", gradient_norm="none")
@@ -414,8 +439,12 @@ def test_the_symmetric_gradient_is_a_true_derivative(beta: float) -> None:
 
 
 def test_the_printed_phi_has_the_weights_for_its_gradient() -> None:
-    probe = Probe(asymmetric=False, mu=0.05, printed=True)
+    probe = Probe(asymmetric=False, mu=30.0, printed=True)
     assert probe.agrees(probe.phi)
+    assert probe.criterion.last is not None
+    assert all(0.001 < float(w) < 0.9 for w in probe.criterion.last.weights.values())
+    without_the_term = Probe(asymmetric=False, mu=30.0)
+    assert not without_the_term.agrees(without_the_term.phi), "the weights do not move here"
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])

@@ -33,7 +33,11 @@ def frank_wolfe(psi: Tensor, mu: float | Tensor, tol: float = 1e-6, max_iter: in
     check_stop(tol, max_iter)
     psi = psi.detach()
     w, gap, iterations = iterate(
-        psi, torch.ones_like(psi, dtype=torch.bool), torch.as_tensor(mu).detach(), tol, max_iter
+        psi,
+        torch.ones_like(psi, dtype=torch.bool),
+        torch.as_tensor(mu, dtype=psi.dtype, device=psi.device).detach(),
+        tol,
+        max_iter,
     )
     return w, float(gap), int(iterations)
 

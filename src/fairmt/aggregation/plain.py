@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class Mean:
     """Every measured violation counts the same."""
 
@@ -13,6 +16,7 @@ class Mean:
         return measured.to(psi.dtype) / measured.sum().clamp(min=1)
 
 
+@dataclass(frozen=True)
 class Maximum:
     """Only the largest violation counts."""
 

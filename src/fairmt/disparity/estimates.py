@@ -114,7 +114,8 @@ def _one_vs_rest(
 ) -> Tensor:
     check_number("beta", beta, least=0)
     check_members(members, num_groups, probs.shape[0])
-    psi, measured = probs.new_zeros(probs.shape[1]), torch.zeros_like(positive[0])
+    psi = probs.new_zeros(probs.shape[1])
+    measured = torch.zeros_like(psi, dtype=torch.bool)
     for side in equalized_odds(beta):
         rows = labelled & (positive if side.rows == "positive" else ~positive)
         rates, counts = group_rates(probs, rows, members, num_groups)

@@ -43,11 +43,12 @@ def group_rates(scores: Tensor, mask: Tensor, members: Tensor, num_groups: int) 
     if not isinstance(mask, Tensor) or mask.shape != scores.shape:
         raise FairMTError(f"mask: met {shape_of(mask)}, expected {shape_of(scores)}, as scores has")
     check_members(members, num_groups, columns.shape[0])
-    weight = mask.to(scores.dtype).view_as(columns)
-    belongs = one_hot(members, num_groups, scores.dtype).T
+    wide = torch.promote_types(scores.dtype, torch.float32)  # half precision counts to 2,048 and no further
+    weight = mask.to(wide).view_as(columns)
+    belongs = one_hot(members, num_groups, wide).T
     counts = belongs @ weight
-    sums = belongs @ torch.where(weight > 0, columns * weight, 0)
-    return torch.where(counts > 0, ratio(sums, counts), torch.nan), counts
+    sums = belongs @ torch.where(weight > 0, columns.to(wide) * weight, 0)
+    return torch.where(counts > 0, ratio(sums, counts), torch.nan).to(scores.dtype), counts.to(scores.dtype)
 
 
 def check_scores(name: str, scores: object, ndim: tuple[int, ...] = (1, 2)) -> None:

@@ -78,8 +78,8 @@ class BatchMean:
         sums = torch.stack((delta.sum(0), phi.sum(0), delta.square().sum(0))).to(wide)
         sums, count = forward.reduce(sums, sums.new_full((1,), delta.shape[0]))
         if self.printed:
-            count = forward.per_column(forward.rows.to(wide)).clamp(min=1)
-        u, u_phi, square = sums / count
+            count = forward.per_column(forward.rows.to(wide))
+        u, u_phi, square = sums / count.clamp(min=1)
         g = forward.per_task(u.unsqueeze(1) * weight)
         g_phi = u_phi @ weight
         K = g @ g.T

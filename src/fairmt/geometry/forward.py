@@ -40,7 +40,7 @@ class Forward(NamedTuple):
     @property
     def differentiable(self) -> bool:
         """Whether autograd can go from the logits to the features."""
-        return self.features.requires_grad and all(z.requires_grad for z in self.logits)
+        return self.features.requires_grad and any(z.requires_grad for z in self.logits)
 
     def at_features(self, gradient: Tensor) -> Tensor:
         """A gradient at the logits (B, C), taken through the heads to the features."""
@@ -49,7 +49,13 @@ class Forward(NamedTuple):
         return self.through(range(len(self.heads)), gradient)
 
     def through(self, heads: Sequence[int], gradient: Tensor) -> Tensor:
-        """The same by autograd, from some of the heads; each takes its columns of `gradient`."""
+        """The same by autograd, from some of the heads; each takes its columns of `gradient`.
+
+        Logits without a gradient of their own (a detached probe) give the features none.
+        """
+        heads = [i for i in heads if self.logits[i].requires_grad]
+        if not heads:
+            return torch.zeros_like(self.features, dtype=gradient.dtype)
         outputs = [self.logits[i] for i in heads]
         gradients = [
             gradient[:, self.heads[i][0]].reshape(output.shape).to(output.dtype)
@@ -59,7 +65,9 @@ class Forward(NamedTuple):
         if found is None:
             raise FairMTError(
                 "features: the logits were not computed from this tensor, expected the one the heads took "
-                "(if the whole model is compiled, compile its encoder and heads apart, or pass linear heads=)"
+                "(a model compiled as a whole, or DistributedDataParallel's find_unused_parameters or static_graph, "
+                "hides the way from features to logits: compile encoder and heads apart, leave these options off, "
+                "or pass heads= that are linear)"
             )
         return found.to(gradient.dtype)
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FairMTError, describe, unknown_name
+from ..errors import FairMTError, unknown_name
 from ..layout import Layout
+from ..watch import Watch
 
 
 class Heads:
@@ -24,7 +25,7 @@ class Heads:
         if modules is None:
             return
         if not isinstance(modules, Mapping | nn.ModuleDict):
-            raise FairMTError(f"heads: met {describe(modules)}, expected a mapping from task name to module")
+            raise FairMTError(f"heads: met {type(modules).__name__}, expected a mapping from task name to module")
         given = dict(modules.items())
         names = [head.name for head in layout.heads]
         for name, module in given.items():
@@ -56,14 +57,13 @@ class Heads:
             weights.append(linear.weight.detach())
         return (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
 
-    def differ(self, features: Tensor, logits: Tensor, layout: Layout) -> Tensor | None:
-        """(1, heads): by how much each linear head's output is not its logits, where that is too much, else 0.
+    def check(self, features: Tensor, logits: Tensor, layout: Layout, watch: Watch) -> None:
+        """Raises (or, on an accelerator, marks) if a linear head's output on the features is not its logits.
 
-        The closed form rests on it, so it is looked at once; None after that.
+        The closed form rests on it, so it is looked at until it has held once.
         """
-        if self.checked or self.modules is None:
-            return None
-        self.checked = True
+        if self.checked or self.modules is None or not len(features):
+            return
         coarse = features.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(features.device.type)
         tolerance = 0.1 if coarse else 0.01
         differences = []
@@ -73,10 +73,19 @@ class Heads:
             bias = None if linear.bias is None else linear.bias.to(logits.dtype)
             own = nn.functional.linear(features.to(logits.dtype), linear.weight.to(logits.dtype), bias)
             given = logits[:, head.columns]
-            size = 1 + given.abs().amax() if given.numel() else given.new_ones(())
-            apart = (own - given).abs().amax() if given.numel() else given.new_zeros(())
-            differences.append(torch.where(apart > tolerance * size, apart, 0))
-        return torch.stack(differences).unsqueeze(0)
+            differences.append((own - given).abs().amax() / (1 + given.abs().amax()))
+        apart = torch.stack(differences)
+        if apart.device.type != "cpu":
+            watch.note(watch.cells_of("heads"), apart.unsqueeze(0), apart.unsqueeze(0) > tolerance)
+            self.checked = True
+            return
+        for head, difference in zip(layout.heads, apart.tolist(), strict=True):
+            if difference > tolerance:
+                raise FairMTError(
+                    f"heads[{head.name!r}]: its output on the features is {difference:.0%} off the logits, "
+                    "expected logits == head(features); pass heads=None where something stands between them"
+                )
+        self.checked = bool(apart.isfinite().all())
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

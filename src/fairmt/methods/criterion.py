@@ -129,14 +129,15 @@ class Criterion(State):
 
     def _step(
         self, features: Tensor, outputs: Sequence[Tensor], batch: Batch, moving: bool, ranks: Ranks | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The scalar's value and its gradients at the logits and at the features."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The scalar's value and its gradients at the logits (None: it has none at all) and at the features."""
         found: Measured = self.measure(batch, ranks)
         forward = self._forward(features, outputs, batch, found, ranks)
         gram = self._gram(forward)
-        sound, labelled = _sound(found, gram), look(found.active.any())
+        sums = [found.losses] if gram is None else [found.losses, gram.K, gram.cross]
+        sound, labelled = _finite(sums), look(found.active.any())
         if sound is False:
-            return self._unsound(features, batch)
+            return self._unsound(batch, moving)
 
         eta = self.strength.eta.clone()
         scale = found.active.sum().clamp(min=1) if self.encoder_scale == "sum" else None
@@ -155,6 +156,10 @@ class Criterion(State):
         at_features = nothing
         if features.requires_grad:
             at_features = forward.at_features(found.delta * self.measure.per_column((in_encoder - 1).to(dtype)))
+            if gram is None:
+                sound = both(sound, _finite([at_features], ranks))
+                if sound is False:
+                    return self._unsound(batch, moving)
         value = in_encoder @ found.losses
         violation = None
         if found.violation is not None and found.delta_phi is not None:
@@ -178,7 +183,7 @@ class Criterion(State):
     ) -> Forward:
         weight = self.heads.weight(features, batch.logits.dtype)
         if weight is not None:
-            self._check_heads(features, batch.logits)
+            self.heads.check(features, batch.logits, self.layout, self.reader.watch)
         return Forward(
             features=features,
             logits=outputs,
@@ -197,25 +202,16 @@ class Criterion(State):
             return None
         return geometry.gram(forward)
 
-    def _check_heads(self, features: Tensor, logits: Tensor) -> None:
-        apart = self.heads.differ(features, logits, self.layout)
-        if apart is None:
-            return
-        watch = self.reader.watch
-        watch.note(watch.cells_of("heads"), apart, apart > 0)
-        if apart.device.type == "cpu":
-            watch.raise_met()
-
-    def _unsound(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """A loss of 0 without gradients, or an error."""
+    def _unsound(self, batch: Batch, moving: bool) -> tuple[Tensor, None, Tensor]:
+        """A loss of 0 that gives no gradient at all, or an error."""
         if self.nonfinite == "raise":
             raise FairMTError(
                 "loss: met a value or a gradient that is not finite, expected finite ones; nothing was changed "
                 "(look at the logits and the learning rate, or pass nonfinite='skip' to leave such batches out)"
             )
-        self.skipped += 1
-        zeros = torch.zeros_like(batch.logits)
-        return zeros.new_zeros(()), zeros, zeros.new_zeros(features.shape)
+        self.skipped += moving
+        nothing = batch.logits.new_zeros(())
+        return nothing, None, nothing
 
     def _move(self, found: Measured, alpha: Tensor, violation: Tensor | None, sound: bool | Tensor) -> None:
         """Makes the step's changes, if it was sound and had a label."""
@@ -276,7 +272,7 @@ class Criterion(State):
         return Kkt(violation, float(step.eta) * violation, step.stationarity(), tuple(above))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Criterion:
-        """A copy of a model that holds its criterion has its own heads; one of the criterion alone looks at the same."""
+        """A copy of a model with its criterion has its own heads; one of the criterion alone looks at the same."""
         if not memo:
             memo.update({id(seen): seen for seen in self._looked_at()})
         copy = self.__class__.__new__(self.__class__)
@@ -291,30 +287,43 @@ class Criterion(State):
         return [*(self.heads.modules or []), *shared]
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {
-            "steps": self._progress.steps,
-            "tasks": list(self.layout.task_names),
-            "entries": list(self.layout.entry_names),
-        }
+        return {"steps": self._progress.steps, "problem": self._problem()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        for name, own in (("tasks", self.layout.task_names), ("entries", self.layout.entry_names)):
-            if list(state[name]) != list(own):
-                raise FairMTError(f"state: met {name} {state[name]}, expected {list(own)}, as this criterion has")
         self._progress.steps = int(state["steps"])
 
+    def _problem(self) -> dict[str, Any]:
+        """What a state must be of to be loaded: the same numbering of everything."""
+        constraint = self.measure.constraint
+        return {
+            "tasks": list(self.layout.task_names),
+            "columns": list(self.layout.column_names),
+            "groups": {attribute.name: attribute.size for attribute in self.layout.groups.attributes},
+            "sides": [] if constraint is None else list(constraint.sides.names),
+        }
 
-def _sound(found: Measured, gram: Gram | None) -> bool | Tensor:
-    """Whether losses and gradients are finite, on all ranks; a sum is, only if its parts are."""
-    sums = [found.losses.sum()] if gram is None else [found.losses.sum(), gram.K.sum(), gram.cross.sum()]
-    if sums[0].device.type == "cpu":
-        return math.isfinite(sum(float(part) for part in sums))
-    return torch.stack(sums).sum().abs() < torch.inf
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state = state_dict.get(f"{prefix}_extra_state")
+        if state is not None:  # refuse before anything is loaded: tables of other problems may have the same shape
+            for name, own in self._problem().items():
+                if state["problem"][name] != own:
+                    raise FairMTError(
+                        f"state: met {name} {state['problem'][name]}, expected {own}, as this criterion has"
+                    )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _finite(parts: Sequence[Tensor], ranks: Ranks | None = None) -> bool | Tensor:
+    """Whether all parts are finite, on all ranks if they are given; a sum is, only if its parts are."""
+    total = torch.stack([part.sum() for part in parts]).sum()
+    if ranks is not None:
+        (total,) = ranks.sum(total)
+    return math.isfinite(total.item()) if total.device.type == "cpu" else total.abs() < torch.inf
 
 
 def _full_precision(features: object) -> AbstractContextManager[object]:
     """Sums, gaps and Gram matrices are computed as they are, whatever precision the model runs in."""
     device = features.device.type if isinstance(features, Tensor) else "cpu"
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()

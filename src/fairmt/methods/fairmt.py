@@ -17,7 +17,7 @@ from ..geometry import BatchMean, Feature, Full, Geometry, Sample
 from ..groups import Groups
 from ..layout import Layout
 from ..multiplier import DualAscent, UtilityBudget
-from ..tasks import Regression, Task, check_tasks
+from ..tasks import Classification, Detection, Regression, Task, check_tasks
 from ..weighting import MinimumNorm, Uniform, Weighting
 from ..weighting.minimum_norm import GradientNorm
 from .criterion import Criterion
@@ -145,6 +145,7 @@ class FairMT(Criterion):
         1/|B_t|, plain gradients, unscaled errors.
         """
         check_number("epsilon", epsilon, above=0)
+        check_number("mu", mu, above=0)
         if "tolerance" in options:
             raise FairMTError(
                 "tolerance: met one for the printed method, expected epsilon= (the bound on Φ) in its place"
@@ -167,6 +168,7 @@ class FairMT(Criterion):
 def _as_printed(task: Task) -> Task:
     if isinstance(task, Regression):
         return replace(task, scale=1.0) if task.scale is None else task
+    assert isinstance(task, Detection | Classification)
     return replace(task, temperature=1.0)
 
 

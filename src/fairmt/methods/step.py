@@ -20,7 +20,8 @@ class Kkt:
     Attributes:
         violation: wᵀΨ − ε, at most 0 where the constraint holds.
         slackness: η·(wᵀΨ − ε), 0 at a solution.
-        stationarity: ‖Σαg + ηg_Φ‖ relative to Σα‖g‖ + η‖g_Φ‖, 0 at a solution; NaN if no gradients were compared.
+        stationarity: ‖Σαg + ηg_Φ‖ relative to Σα‖g‖ + η‖g_Φ‖: 0 where the gradients balance. (Where they all vanish by
+            themselves it says nothing.) NaN if no gradients were compared.
         above: the entries above the tolerance, worst first.
     """
 

@@ -67,7 +67,7 @@ class MinimumNorm(State):
         if gram is None:
             return self._kept(situation.active)
         K, b = self._problem(situation, gram)
-        alpha = simplex.solve(K, b, situation.active)
+        alpha = simplex.solve(K, b, situation.active, support=self.alpha > 0)
         if gram.share is None:
             return alpha
         vanished = torch.where(situation.active, gram.share, 0).amax() < VANISHED
