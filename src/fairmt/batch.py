@@ -74,6 +74,9 @@ class Reader(State):
         cells = [("labels", head.name) for head in layout.heads]
         cells += [("members", attribute.name) for attribute in layout.groups.given]
         cells += [("heads", head.name) for head in layout.heads]
+        self.head_names = {head.name: None for head in layout.heads}
+        self.given_names = {attribute.name: None for attribute in layout.groups.given}
+        self.device = torch.device("cpu")
         self.watch = Watch([*cells, ("sample_weight", ""), ("loss", "")])
 
     def _constant(self, name: str, values: list[int]) -> None:
@@ -89,19 +92,13 @@ class Reader(State):
         alone: bool,
     ) -> Batch:
         """Reads one call; `alone` says that no other rank waits, so that problems may be raised at once."""
+        self.device = self.group_numbers.device
         size = self._check_features(features)
         layout = self.layout
-        for what, given, names in (
-            ("logits", logits, [head.name for head in layout.heads]),
-            ("labels", labels, [head.name for head in layout.heads]),
-            ("members", members, [attribute.name for attribute in layout.groups.given]),
-        ):
-            _check_names(what, given, names)
-        parts = [self._columns("logits", logits[head.name], head, size) for head in layout.heads]
-        for head, part in zip(layout.heads, parts, strict=True):
-            if not part.is_floating_point():
-                raise FairMTError(f"logits[{head.name!r}]: met {part.dtype}, expected a floating dtype")
-        z = join(parts)
+        _check_names("logits", logits, self.head_names)
+        _check_names("labels", labels, self.head_names)
+        _check_names("members", members, self.given_names)
+        z = self._logits(logits, size)
         z = z.to(torch.float64 if torch.float64 in (z.dtype, features.dtype) else torch.float32)
 
         problems = _Problems(self, alone)
@@ -124,7 +121,7 @@ class Reader(State):
             raise FairMTError(
                 f"features: met {_describe(features)}, expected a floating tensor of shape (rows, features)"
             )
-        own = self.group_numbers.device
+        own = self.device
         if features.device != own:
             raise FairMTError(
                 f"features: met device {features.device}, expected {own}, where the criterion is; "
@@ -132,18 +129,26 @@ class Reader(State):
             )
         return features.shape[0]
 
+    def _logits(self, logits: TensorMap, size: int) -> Tensor:
+        """All heads' logits side by side."""
+        heads = self.layout.heads
+        parts = [self._columns("logits", logits[head.name], head, size) for head in heads]
+        for head, part in zip(heads, parts, strict=True):
+            if not part.is_floating_point():
+                raise FairMTError(f"logits[{head.name!r}]: met {part.dtype}, expected a floating dtype")
+        return join(parts)
+
     def _columns(self, what: str, tensor: object, head: Head, size: int, width: int | None = None) -> Tensor:
         """The tensor of one head as (rows, columns)."""
         width = head.width if width is None else width
-        if isinstance(tensor, Tensor) and tensor.device == self.group_numbers.device:
+        if isinstance(tensor, Tensor) and tensor.device == self.device:
             if tensor.shape == (size, width):
                 return tensor
             if width == 1 and tensor.shape == (size,):
                 return tensor.unsqueeze(1)
         shapes = f"({size}, {width})" + (f" or ({size},)" if width == 1 else "")
         raise FairMTError(
-            f"{what}[{head.name!r}]: met {_describe(tensor)}, "
-            f"expected a tensor of shape {shapes} on {self.group_numbers.device}"
+            f"{what}[{head.name!r}]: met {_describe(tensor)}, expected a tensor of shape {shapes} on {self.device}"
         )
 
     def _labels(
@@ -169,10 +174,9 @@ class Reader(State):
         return y.to(z.dtype), labelled
 
     def _sample_weight(self, weight: Tensor, size: int, dtype: torch.dtype, problems: _Problems) -> Tensor:
-        if not isinstance(weight, Tensor) or weight.shape != (size,) or weight.device != self.group_numbers.device:
+        if not isinstance(weight, Tensor) or weight.shape != (size,) or weight.device != self.device:
             raise FairMTError(
-                f"sample_weight: met {_describe(weight)}, expected a tensor of shape ({size},) "
-                f"on {self.group_numbers.device}"
+                f"sample_weight: met {_describe(weight)}, expected a tensor of shape ({size},) on {self.device}"
             )
         column = weight.detach().to(dtype).unsqueeze(1)
         bad = problems.settle("sample_weight", (), column, column, torch.nan_to_num(column.abs(), posinf=-1.0))
@@ -194,11 +198,11 @@ class Reader(State):
                 not isinstance(tensor, Tensor)
                 or tensor.shape != (size,)
                 or tensor.is_floating_point()
-                or tensor.device != self.group_numbers.device
+                or tensor.device != self.device
             ):
                 raise FairMTError(
                     f"members[{attribute.name!r}]: met {_describe(tensor)}, expected an integer tensor of shape "
-                    f"({size},) on {self.group_numbers.device} with group numbers, -1 where unknown"
+                    f"({size},) on {self.device} with group numbers, -1 where unknown"
                 )
             given[attribute.name] = tensor.long()
         codes = torch.stack([given[attribute.name] for attribute in groups.given], dim=1)
@@ -274,18 +278,19 @@ def _owner(heads: tuple[Head, ...], column: int) -> Head:
     raise IndexError(column)
 
 
-def _check_names(what: str, given: object, names: list[str]) -> None:
+def _check_names(what: str, given: object, names: Mapping[str, None]) -> None:
+    if isinstance(given, Mapping) and given.keys() == names.keys():
+        return
     if not isinstance(given, Mapping):
         raise FairMTError(f"{what}: met {_describe(given)}, expected a mapping with {', '.join(map(repr, names))}")
     for name in given:
         if name not in names:
             raise unknown_name(what, name, names)
-    for name in names:
-        if name not in given:
-            raise FairMTError(
-                f"{what}: {name!r} is missing, met {', '.join(map(repr, given)) or 'nothing'}"
-                + ("; pass None where a whole batch has none" if what != "logits" else "")
-            )
+    missing = next(name for name in names if name not in given)
+    raise FairMTError(
+        f"{what}: {missing!r} is missing, met {', '.join(map(repr, given)) or 'nothing'}"
+        + ("; pass None where a whole batch has none" if what != "logits" else "")
+    )
 
 
 def _describe(value: object) -> str:

@@ -76,8 +76,7 @@ class GroupConstraint(State):
         printed: subtract μ/2‖w‖² from Φ, as the paper's formula does.
     """
 
-    to_entry: Tensor
-    to_side: Tensor
+    pull: Tensor
 
     def __init__(
         self,
@@ -104,9 +103,7 @@ class GroupConstraint(State):
         if printed and not isinstance(aggregation, Ahfda):
             raise FairMTError("printed: the printed Φ has a term of AHFDA's μ, expected aggregation='ahfda'")
         self.has_errors = bool(layout.heads_of("regression")) and bool(disparities["regression"])
-        entry, share = self.sides.entry, self.sides.share
-        self.register_buffer("to_entry", share.unsqueeze(1) * entry, persistent=False)
-        self.register_buffer("to_side", (2 * share * self.sides.worse * entry.T).contiguous(), persistent=False)
+        self.register_buffer("pull", 2 * self.sides.share * self.sides.worse, persistent=False)
 
     def sums(self, batch: Batch, terms: Mapping[Kind, Terms], rows: Tensor) -> Tensor:
         """The batch's own group sums; `rows` are the sides' row weights."""
@@ -124,10 +121,10 @@ class GroupConstraint(State):
         gaps, worst_groups, best_groups = spread(sums.rates, missing, self.sides.worse)
         per_unit = None
         if self.has_errors and units is not None:
-            per_unit = 1 / (self.sides.entry @ units)
+            per_unit = 1 / self.sides.to_sides(units)
             gaps = gaps * per_unit
-        psi = ((gaps * gaps) @ self.to_entry).flatten(1)
-        measured = (comparable(missing).to(gaps.dtype) @ self.sides.entry > 0).flatten()
+        psi = self.sides.to_columns(gaps * gaps * self.sides.share).flatten(1)
+        measured = self.sides.to_columns(comparable(missing)).flatten()
         soft, hard = psi.unbind()
         weights = self.aggregation(soft, measured)
         phis = psi @ weights
@@ -135,7 +132,7 @@ class GroupConstraint(State):
             assert isinstance(self.aggregation, Ahfda)
             phis = phis - self.aggregation.strength(soft) / 2 * (weights @ weights)
         gap, worst, best = gaps[0], worst_groups[0], best_groups[0]
-        pull = (weights.view(-1, self.layout.columns) @ self.to_side) * gap
+        pull = self.sides.to_sides(weights.view(-1, self.layout.columns)) * gap * self.pull
         cells = self._cells(pull if per_unit is None else pull * per_unit, worst, best, batch_table[2])
         return Violation(soft, hard, measured, weights, phis, cells, gap, worst, best, table)
 
@@ -175,7 +172,7 @@ class GroupConstraint(State):
         """The entries whose gap exceeds the tolerance, worst first."""
         gaps = violation.psi.sqrt().tolist()
         measured = violation.measured.tolist()
-        side_column = self.sides.entry.argmax(1).tolist()
+        side_column = self.sides.column
         side_psi = (violation.gaps.square() * self.sides.share).tolist()
         worst, best = violation.worst.tolist(), violation.best.tolist()
         found = []

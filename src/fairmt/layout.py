@@ -37,7 +37,7 @@ class Head:
     columns: slice
     tasks: slice
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.task.width
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .layout import take
-
 
 class _Surrogate(torch.autograd.Function):
     """Bears a value, and hands out the two gradients; S itself is never computed."""
@@ -55,10 +53,12 @@ class _Surrogate(torch.autograd.Function):
             parts[0] = (at_features * scale).to(dtype).view(shape)
         if any(needed[1:]):
             scaled = at_logits * scale
-            for i, (columns, _) in enumerate(ctx.heads, start=1):
+            pieces = torch.split(scaled, [columns.stop - columns.start for columns, _ in ctx.heads], dim=1)
+            for i, piece in enumerate(pieces, start=1):
                 shape, dtype = ctx.like[i]
                 if needed[i]:
-                    parts[i] = take(scaled, columns).reshape(shape).to(dtype)
+                    own = piece if piece.shape == shape else piece.reshape(shape)
+                    parts[i] = own if own.dtype == dtype else own.to(dtype)
         return (None, None, None, None, *parts)
 
 

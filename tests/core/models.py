@@ -125,12 +125,12 @@ def loss_of(criterion: fairmt.Criterion, model: nn.Module, batch: Problem) -> Te
     return loss
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model: nn.Module, *, none_is_zero: bool = False) -> dict[str, Tensor]:
     """A copy of every parameter's gradient."""
     found = {}
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        found[name] = parameter.grad.clone()
+        assert none_is_zero or parameter.grad is not None, f"{name} has no gradient"
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
     return found
 
 

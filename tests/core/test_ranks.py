@@ -116,7 +116,9 @@ def trained(case: Case, rank: int | None) -> list[dict[str, Any]]:
     if case.adam:
         optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
     else:
-        optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        # A skipped batch gives no gradient, which DistributedDataParallel turns into zeros: momentum tells these apart.
+        momentum = 0.9 if case.poison is None else 0.0
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     record = []
     for step, batch in enumerate(batches):
         shard = case.shard_of(batch, rank)
@@ -134,7 +136,7 @@ def trained(case: Case, rank: int | None) -> list[dict[str, Any]]:
         record.append(
             {
                 "loss": loss.detach(),
-                "gradients": gradients(model),
+                "gradients": gradients(model, none_is_zero=True),  # a skipped batch gives none
                 "parameters": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
                 "state": state_of(criterion),
                 "eta": last.eta,

@@ -1,8 +1,15 @@
 """The simplex: its projection, and the minimum norm over it by both solvers, against independent ones."""
 
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +21,7 @@ from torch import Tensor
 
 from fairmt import FairMTError
 from fairmt.functional import min_norm, project_simplex
-from fairmt.simplex import active_set, interior_point, solve
+from fairmt.simplex import active_set, fused, interior_point, solve
 from tests.core.reference import project
 
 Solver = Callable[[Tensor, Tensor], Tensor]
@@ -419,9 +426,106 @@ def test_min_norm_says_what_it_met(K: Tensor, b: Tensor, message: str) -> None:
         min_norm(K, b)
 
 
+# Minimum norm: in one launch
+
+
+def check_fused(T: int, family: str, device: str, fairnesses: tuple[float | None, ...] = FAIRNESS) -> None:
+    """The kernel against the active set: over all tasks, over some, and over none."""
+    for seed, fairness in enumerate(fairnesses):
+        K, b = problem(family, T, seed, fairness)
+        some = torch.rand(T, generator=torch.Generator().manual_seed(seed)) < 0.6
+        some[-1] = True
+        for active in (None, some):
+            on = torch.ones(T, dtype=torch.bool) if active is None else active
+            hidden = torch.where(on & on[:, None], K, math.nan), torch.where(on, b, math.nan)
+            given = [*hidden, *([] if active is None else [active])]
+            alpha = fused.launch(*[tensor.to(device) for tensor in given]).cpu()
+            left, costs = K[on][:, on], b[on]
+            assert alpha[~on].eq(0).all()
+            assert on_simplex(alpha)
+            assert kkt_residual(left, costs, alpha[on]) <= RESIDUALS["interior point"], (family, fairness)
+            scale = float(left.diagonal().max() + costs.abs().max())
+            expected = objective(left, costs, active_set.minimise(left, costs))
+            assert objective(left, costs, alpha[on]) == pytest.approx(expected, abs=1e-8 * scale)
+        assert fused.launch(K.to(device), b.to(device), torch.zeros_like(some).to(device)).eq(0).all()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_is_right_as_triton_interprets_it() -> None:
+    """Without an accelerator; Triton must be told before it is imported, so in another process."""
+    script = """
+import torch
+from tests.core.test_simplex import check_fused, problem
+from fairmt.simplex import fused, interior_point
+
+for T in (2, 5, 9, 17):
+    for family in ("training", "duplicates", "many scales"):
+        check_fused(T, family, "cpu", (0.0, 10.0) if T < 17 else (10.0,))
+K, b = problem("training", 6, 0, 1.0)
+assert torch.allclose(fused.launch(K[1:, 1:], b[1:]), interior_point.minimise(K[1:, 1:], b[1:]), atol=1e-9)
+K = K - K.diagonal().max() * torch.eye(6)  # so indefinite that no step can be taken
+assert torch.allclose(fused.launch(K, b), interior_point.minimise(K, b), atol=1e-9)
+"""
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join((str(root / "src"), str(root)))
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_kernel_that_cannot_be_compiled_is_given_up_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda(Tensor):
+        is_cuda = True
+
+    def launch(*_: Tensor | None) -> Tensor:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(fused, "launch", launch)
+    monkeypatch.setattr(fused, "_usable", True)
+    K, b = problem("training", 5, 0, 1.0)
+    expected = interior_point.minimise(K, b)
+    with pytest.warns(UserWarning, match="Triton failed, so the minimum norm takes a slower solver: Failed to find C"):
+        assert torch.allclose(fused.minimise(K.as_subclass(OnCuda), b), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.allclose(fused.minimise(K.as_subclass(OnCuda), b), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("T", [1, 9, 40])
+@pytest.mark.parametrize("family", GRADIENTS)
+@pytest.mark.parametrize("T", [1, 2, 9, 17, 40, 64])
+def test_the_kernel_is_right_on_the_device(T: int, family: str) -> None:
+    check_fused(T, family, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("T", [1, 2, 9, 17, 40, 64, 128])
+def test_the_device_is_not_waited_for(T: int) -> None:
+    """Whether by the kernel or, with more tasks, by the interior point."""
+    K, b = problem("training", T, 0, 10.0)
+    expected = solve(K, b)
+    K, b = K.cuda(), b.cuda()
+    solve(K, b)  # compiles
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        alpha = solve(K, b)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.allclose(alpha.cpu(), expected, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("T", [1, 9, 40, 128])
 def test_a_cuda_graph_holds_it(T: int) -> None:
     K, b = problem("training", T, 0, 10.0)
     active = torch.arange(T) != 3

@@ -23,7 +23,6 @@ class ClassificationBlock(State):
     place: Tensor
     classes: Tensor
     head: Tensor
-    same_head: Tensor
     members: Tensor
     balanced: Tensor
     sharpness: Tensor
@@ -48,7 +47,6 @@ class ClassificationBlock(State):
         members = torch.nn.functional.one_hot(torch.tensor(head), len(counts)).double()
         self._fixed("members", members)
         self._fixed("averages", members / members.sum(0))
-        self._fixed("same_head", members @ members.T)
         self._fixed("balanced", torch.tensor([specs[i].weight == "balanced" for i in head]))
         self._fixed("sharpness", torch.tensor([1 / specs[i].temperature for i in head], dtype=torch.float64))
         self._fixed("class_counts", torch.tensor([counts[i] for i in head], dtype=torch.float64))
@@ -72,6 +70,11 @@ class ClassificationBlock(State):
         flat = heads.flatten(1)
         return flat[:, self.place] if self.ragged else flat
 
+    def _within_head(self, columns: Tensor) -> Tensor:
+        """(B, C): the sum over the classes of a head, at each of them."""
+        members = self.constant("members", columns.dtype)
+        return (columns @ members) @ members.T
+
     def terms(self, logits: Tensor, labels: Tensor, weight: Tensor, positive: Tensor, moments: Tensor) -> Terms:
         dtype = logits.dtype
         members, sharpness = self.constant("members", dtype), self.constant("sharpness", dtype)
@@ -81,9 +84,7 @@ class ClassificationBlock(State):
         row = weight
         if self.any_balanced:
             factor = torch.where(self.balanced, balanced_classes(moments, self.class_counts), 1.0).to(dtype)
-            row = weight * (
-                (labels * factor) @ self.constant("same_head", dtype)
-            )  # each row counts by the class it is labelled with
+            row = weight * self._within_head(labels * factor)  # each row counts by the class it is labelled with
         score = probability
         if self.tempered:
             score = self._by_column(torch.softmax(self._by_head(logits * sharpness), dim=2))
@@ -99,4 +100,4 @@ class ClassificationBlock(State):
 
     def pull(self, terms: Terms, gradient: Tensor) -> Tensor:
         weighted = terms.slope * gradient
-        return weighted - terms.score * (weighted @ self.constant("same_head", weighted.dtype))
+        return weighted - terms.score * self._within_head(weighted)

@@ -72,12 +72,10 @@ class SidePlan(State):
     Attributes:
         worse: (S,) the sign under which higher is worse.
         share: (S,) weight of a side's squared gap in its entry.
-        entry: (S, C) 1 where a side belongs to a column's entry.
     """
 
     worse: Tensor
     share: Tensor
-    entry: Tensor
 
     def __init__(self, layout: Layout, disparities: Mapping[Kind, Disparity]) -> None:
         super().__init__()
@@ -90,9 +88,8 @@ class SidePlan(State):
         self.size = len(column)
         for name, values in (("worse", [s.worse for s in side_of]), ("share", [s.share for s in side_of])):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64), persistent=False)
-        entry = torch.zeros(self.size, layout.columns, dtype=torch.float64)
-        entry[torch.arange(self.size), torch.tensor(column, dtype=torch.long)] = 1
-        self.register_buffer("entry", entry, persistent=False)
+        self.column = column
+        self.widths = [len(numbers[self.columns[kind]]) for kind, _ in self.parts]
 
     def rows(self, batch: Batch) -> Tensor:
         """(B, S): the weight with which each row counts on each side."""
@@ -112,9 +109,21 @@ class SidePlan(State):
         return soft, join([terms[kind].hard for kind, _ in self.parts])
 
     def fold(self, sides: Tensor) -> dict[Kind, Tensor]:
-        """(B, S) values of the sides, summed over the sides of each column, for each kind."""
-        widths = [self.columns[kind].stop - self.columns[kind].start for kind, _ in self.parts]
+        """(…, S) values of the sides, summed over the sides of each column, for each kind that has any."""
         folded: dict[Kind, Tensor] = {}
-        for (kind, _), part in zip(self.parts, torch.split(sides, widths, dim=1), strict=True):
+        for (kind, _), part in zip(self.parts, torch.split(sides, self.widths, dim=-1), strict=True):
             folded[kind] = folded[kind] + part if kind in folded else part
         return folded
+
+    def to_columns(self, sides: Tensor) -> Tensor:
+        """(…, S) values of the sides, summed over the sides of each column: (…, C)."""
+        folded = self.fold(sides)
+        parts = [
+            folded[kind] if kind in folded else sides.new_zeros((*sides.shape[:-1], columns.stop - columns.start))
+            for kind, columns in self.columns.items()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def to_sides(self, columns: Tensor) -> Tensor:
+        """(…, C) values of the columns, at each of their sides: (…, S)."""
+        return torch.cat([columns[..., self.columns[kind]] for kind, _ in self.parts], dim=-1)

@@ -21,6 +21,7 @@ class Heads:
 
     def __init__(self, modules: Any, layout: Layout) -> None:
         self.modules: list[nn.Module] | None = None
+        self.linears: list[nn.Linear] | None = None
         self.checked = False
         if modules is None:
             return
@@ -42,34 +43,31 @@ class Heads:
                     f"heads[{head.name!r}]: met {module.out_features} outputs, expected {head.width}, as the task has"
                 )
         self.modules = [given[name] for name in names]
+        linears = [inner for inner in map(_unwrapped, self.modules) if type(inner) is nn.Linear]
+        self.linears = linears if len(linears) == len(self.modules) else None
 
     def weight(self, features: Tensor, dtype: torch.dtype) -> Tensor | None:
         """All heads' weights (C, D), if every head is one linear layer on the features; None otherwise."""
-        if self.modules is None or features.ndim != 2:
+        if self.linears is None or features.ndim != 2:
             return None
-        weights = []
-        for module in self.modules:
-            linear = _unwrapped(module)
-            if type(linear) is not nn.Linear:
-                return None
-            if linear.weight.shape != (linear.out_features, features.shape[1]):
-                return None  # sharded over ranks, or not on these features: autograd knows better
-            weights.append(linear.weight.detach())
-        return (weights[0] if len(weights) == 1 else torch.cat(weights)).to(dtype)
+        weights: list[Tensor] = [linear.weight for linear in self.linears]
+        if [weight.shape for weight in weights] != [
+            (linear.out_features, features.shape[1]) for linear in self.linears
+        ]:
+            return None  # sharded over ranks, or not on these features: autograd knows better
+        return (weights[0].detach() if len(weights) == 1 else torch.cat(weights)).to(dtype)
 
     def check(self, features: Tensor, logits: Tensor, layout: Layout, watch: Watch) -> None:
         """Raises (or, on an accelerator, marks) if a linear head's output on the features is not its logits.
 
         The closed form rests on it, so it is looked at until it has held once.
         """
-        if self.checked or self.modules is None or not len(features):
+        if self.checked or self.linears is None or not len(features):
             return
         coarse = features.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(features.device.type)
         tolerance = 0.1 if coarse else 0.01
         differences = []
-        for module, head in zip(self.modules, layout.heads, strict=True):
-            linear = _unwrapped(module)
-            assert isinstance(linear, nn.Linear)
+        for linear, head in zip(self.linears, layout.heads, strict=True):
             bias = None if linear.bias is None else linear.bias.to(logits.dtype)
             own = nn.functional.linear(features.to(logits.dtype), linear.weight.to(logits.dtype), bias)
             given = logits[:, head.columns]

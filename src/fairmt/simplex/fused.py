@@ -1,12 +1,12 @@
 """The interior point in one launch, for CUDA devices with Triton.
 
-In ``interior_point`` each of the 600 operations is a launch of its own. The launches take a millisecond even inside a
-CUDA graph, for arithmetic that takes a few microseconds. Here one program does it all, with the matrices in its
-registers; the mathematics, the start and the safeguards are those of ``interior_point``, where they are explained.
+Each of the 600 operations of ``interior_point`` is a launch of its own: a millisecond even inside a CUDA graph, for
+arithmetic of a few microseconds. Here one program does them all, with the matrices in its registers. The mathematics,
+the start and the safeguards are those of ``interior_point``, which explains them. Two things differ:
 
-Two things differ. A task that isn't active, like a row that pads the problem to a power of two, isn't there at all:
-its rows of all matrices are 0. And one program has neither a Cholesky factor nor a sort: the inverse comes from
-Gauss–Jordan sweeps, which need no pivoting as the matrix is positive definite, and the start from all pairs of costs.
+- A task that isn't active, like a row that pads the problem to a power of two, isn't there at all: its rows are 0.
+- One program has neither a Cholesky factor nor a sort. The inverse comes from Gauss–Jordan sweeps, which need no
+  pivoting as the matrix is positive definite, and the level of the start from all pairs of costs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ try:
 except ImportError:  # it comes with torch's CUDA builds, not with all of torch
     triton = None
 
-# The warps that are fastest for each padded number of tasks, measured on an H200. Beyond, one program is too slow.
-WARPS = {16: 1, 32: 2, 64: 8, 128: 16}
+# The number of warps for each padded number of tasks, as measured on an H200. A matrix of 128 rows fits no registers:
+# it takes twice the time of ``interior_point``, so more than 64 tasks are left to that.
+WARPS = {16: 2, 32: 4, 64: 8}
 
 _usable = triton is not None
 
@@ -35,8 +36,8 @@ _usable = triton is not None
 def minimise(gram: Tensor, linear: Tensor, active: Tensor | None = None) -> Tensor:
     """``interior_point.minimise``, in one launch where that can be had.
 
-    The first call for a number of tasks compiles, so it belongs before the capture of a graph. Where compiling fails,
-    as it does without a C compiler, a warning says so once and all calls are left to ``interior_point``.
+    The first call for a padded number of tasks compiles, which takes seconds and belongs before the capture of a
+    graph. Where that fails, as it does without a C compiler, one warning says so and ``interior_point`` takes over.
     """
     global _usable
     if _usable and gram.is_cuda and len(linear) <= max(WARPS):
@@ -44,15 +45,15 @@ def minimise(gram: Tensor, linear: Tensor, active: Tensor | None = None) -> Tens
             return launch(gram, linear, active)
         except Exception as error:
             _usable = False
-            warnings.warn(f"the minimum norm falls back to a slower solver, as Triton failed: {error}", stacklevel=2)
+            warnings.warn(f"Triton failed, so the minimum norm takes a slower solver: {error}", stacklevel=2)
     return interior_point.minimise(gram, linear, active)
 
 
 def launch(gram: Tensor, linear: Tensor, active: Tensor | None = None) -> Tensor:
-    """``minimise`` by the kernel, with no way back."""
+    """``minimise`` by the kernel, for at most 64 tasks."""
     weights = torch.empty_like(linear, memory_format=torch.contiguous_format)
     block = max(min(WARPS), 1 << (len(linear) - 1).bit_length())
-    with torch.cuda.device_of(gram):  # Triton launches on the current device
+    with torch.cuda.device(gram.get_device()):  # Triton launches on the current device
         _kernel[(1,)](
             gram.contiguous(),
             linear.contiguous(),
@@ -71,16 +72,16 @@ def launch(gram: Tensor, linear: Tensor, active: Tensor | None = None) -> Tensor
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    """Compiled at its first call, once for all numbers of tasks with the same padding."""
+    """Compiled at its first call for each BLOCK, and not again for another T or for pointers aligned otherwise."""
     if triton is None:
         return function
-    runtime = {"K", "b", "active", "weights", "T"}.intersection(function.__code__.co_varnames)
-    return triton.jit(function, do_not_specialize=sorted(runtime))
+    return triton.jit(function, do_not_specialize=["K", "b", "active", "weights", "T"])
 
 
 @_jit
 def _product(matrix: tl.tensor, vector: tl.tensor) -> tl.tensor:
-    return tl.sum(matrix * vector[None, :], 1)
+    """That of a symmetric matrix, summed down its columns, of which a thread holds one or two, so of vectors too."""
+    return tl.sum(matrix * vector[:, None], 0)
 
 
 @_jit
@@ -110,11 +111,11 @@ def _start(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The first x and z, both 1 for tasks that aren't there, and ``linear`` less its level."""
     # level_k is right if exactly the tasks that cost no more than task k have weight; the least level is the true one.
-    cheaper = there[None, :] & (linear[None, :] <= linear[:, None])
-    flatness = tl.where(cheaper, (1 / curvatures)[None, :], 0.0)
-    gathered = tl.sum(flatness, 1)
+    cheaper = there[:, None] & (linear[:, None] <= linear[None, :])
+    flatness = tl.where(cheaper, (1 / curvatures)[:, None], 0.0)
+    gathered = tl.sum(flatness, 0)
     for _ in tl.static_range(2):
-        level = tl.min(tl.where(there, (1 + _product(flatness, linear)) / gathered, float("inf")), 0)
+        level = tl.min(tl.where(there, (1 + tl.sum(flatness * linear[:, None], 0)) / gathered, float("inf")), 0)
         linear = tl.where(there, linear - level, 0.0)
     wanted = -linear / curvatures
     optimum = tl.where(wanted > 0, wanted, 0.0)
@@ -134,7 +135,7 @@ def _start(
 def _kernel(
     K: tl.tensor,
     b: tl.tensor,
-    active: tl.tensor,
+    active: tl.tensor,  # or None
     weights: tl.tensor,
     T: int,
     BLOCK: tl.constexpr,
@@ -147,7 +148,7 @@ def _kernel(
     row = tl.arange(0, BLOCK)
     there = row < T
     if active is not None:
-        there = there & tl.load(active + row, there, False).to(tl.int1)
+        there = there & tl.load(active + row, there, 0).to(tl.int1)
     both = there[:, None] & there[None, :]
     diagonal = row[:, None] == row[None, :]
     count = tl.sum(there.to(tl.float64), 0)
@@ -167,7 +168,7 @@ def _kernel(
         added = tl.where(there, RIDGE * curvatures + ratio, 1.0)
         inverse, failures = _inverse(tl.where(diagonal, gram + added[None, :], gram), T, BLOCK)
         inverse = tl.where(both, inverse, 0.0)
-        to_ones = tl.sum(inverse, 1)
+        to_ones = tl.sum(inverse, 0)
         solve = inverse - to_ones[:, None] * (to_ones / tl.sum(to_ones, 0))[None, :]
 
         slope = linear + _product(gram, x)

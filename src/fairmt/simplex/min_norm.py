@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FairMTError
-from . import active_set, interior_point
+from . import active_set
 
 
 def min_norm(K: Tensor, b: Tensor) -> Tensor:
@@ -30,7 +30,9 @@ def solve(K: Tensor, b: Tensor, active: Tensor | None = None, support: Tensor | 
     Elsewhere it isn't used: there every problem takes the same steps, and none waits for the device.
     """
     if K.device.type != "cpu":
-        return interior_point.minimise(K, b, active)
+        from . import fused  # here, as it imports Triton, which is slow and of no use on the CPU
+
+        return fused.minimise(K, b, active)
     guess = None if support is None else support.nonzero().flatten().tolist()
     if active is None or bool(active.all()):
         return active_set.minimise(K, b, guess)
