@@ -152,9 +152,12 @@ class Method:
             criterion = Criterion(layout, heads, weighting=MinimumNorm(layout.tasks, Sample()))
         elif name == "MGDA (autograd)":
             criterion = Criterion(layout, None, weighting=MinimumNorm(layout.tasks, Feature()))
-        else:
+        elif name == "MGDA-full":
             full = Full(self.encoder.parameters())
             criterion = Criterion(layout, heads, weighting=MinimumNorm(layout.tasks, full))
+        else:
+            known = "FairMT, MGDA, MGDA (autograd) or MGDA-full"
+            raise SystemExit(f"--methods: met {name!r}, expected {known}")
         self.criterion = criterion.to(self.device)
         return lambda features, logits: criterion(features, logits, problem.labels, problem.members)
 
@@ -321,7 +324,7 @@ def main() -> None:
                 if mode == "eager" and args.no_eager:
                     continue
                 if mode == "captured":
-                    methods = [method for method in methods if "Full" not in method.name]
+                    methods = [method for method in methods if method.name in ("plain", "control", "FairMT", "MGDA")]
                     for method in methods:
                         method.capture()
                 elif cuda:

@@ -36,8 +36,7 @@ class Violation(NamedTuple):
         weights: w, 0 where not measured.
         phis: (2,) wᵀΨ of the soft and of the hard violations (minus μ/2‖w‖² in the printed form).
         cells: (A·G, S) gradient of phi at this batch's sum of scores of each group and side.
-        gaps: (A, S) the gaps of the sides' soft rates, over the unit of errors.
-        worst, best: (A, S) the groups they lie between.
+        gaps, worst, best: (A, S) the gaps of the sides' soft rates, over the unit of errors, and between which groups.
         table: what the memory holds after this batch.
     """
 

@@ -67,9 +67,9 @@ class Ahfda:
         """The projection in closed form: for λ ≥ 1, Ψ/μ sums to at most 1, so each entry is pushed up, none to 0."""
         counted = measured.to(psi.dtype)
         # A trace of uniformity, so that it is what is left where all violations are 0.
-        mixed = torch.stack((torch.add(psi, counted, alpha=TINY), counted))
-        proportional, uniform = (1 / mixed.sum(1).clamp(min=TINY)).unbind()
-        return mixed[0] * (proportional / self.smoothing) + mixed[1] * (uniform * (1 - 1 / self.smoothing))
+        sizes = torch.stack((torch.add(psi, counted, alpha=TINY), counted))
+        proportional, uniform = (sizes / sizes.sum(1, keepdim=True).clamp(min=TINY)).unbind()
+        return torch.lerp(uniform, proportional, 1 / self.smoothing)
 
 
 def ahfda(
