@@ -26,7 +26,7 @@ help:
 	@echo "Both set up what they need in $(VENV). PYTHON=/path/to/python chooses the interpreter (3.11 or newer)."
 
 demo: $(VENV)/.demo
-	@$(BIN)/python examples/planted.py
+	@$(BIN)/python -W 'ignore:Failed to initialize NumPy' examples/planted.py
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Levelling up where it is possible: FairMT and plain losses on the planted problem.
 
-    python benchmarks/planted.py                 # five worlds, about four minutes on two cores
+    python benchmarks/planted.py                 # five worlds, about two minutes on two cores
     python benchmarks/planted.py --quick         # one world
 
 A setting of FairMT (six: three tolerances, two task weightings) is chosen on validation rows: among those in which

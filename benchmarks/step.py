@@ -1,6 +1,7 @@
 """What a step costs: FairMT and MGDA over a plain step, side by side in one process.
 
     python benchmarks/step.py                        # on the CPU, one thread: table MLP, convolution, transformer
+    python benchmarks/step.py --methods FairMT,TorchJD --tasks 40   # beside a peer (pip install torchjd)
     python benchmarks/step.py --profile              # where the criterion's time goes
     python benchmarks/step.py --problem wide         # one head of T columns in place of T heads: a cheaper plain step
     python benchmarks/step.py --problem full         # all kinds of task, two attributes, a fifth of labels missing
@@ -142,7 +143,9 @@ class Method:
 
     def _loss(self, name: str) -> Loss:
         problem, heads = self.problem, dict(self.heads.items())
-        if name in ("plain", "control"):
+        if name == "TorchJD" and self.args.problem != "heads":
+            raise SystemExit("--methods: met TorchJD, expected it with --problem heads only")
+        if name in ("plain", "control", "TorchJD"):
             return problem.plain_loss()
         layout = Layout.of(problem.tasks, Groups.of(problem.groups))
         criterion: nn.Module
@@ -156,7 +159,7 @@ class Method:
             full = Full(self.encoder.parameters())
             criterion = Criterion(layout, heads, weighting=MinimumNorm(layout.tasks, full))
         else:
-            known = "FairMT, MGDA, MGDA (autograd) or MGDA-full"
+            known = "FairMT, MGDA, MGDA (autograd), MGDA-full or TorchJD"
             raise SystemExit(f"--methods: met {name!r}, expected {known}")
         self.criterion = criterion.to(self.device)
         return lambda features, logits: criterion(features, logits, problem.labels, problem.members)
@@ -166,8 +169,21 @@ class Method:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
             features = self.encoder(self.inputs)
             logits = {name: head(features) for name, head in self.heads.items()}
-        self.loss(features, logits).backward()
+        if self.name == "TorchJD":
+            self._peer(features, logits)
+        else:
+            self.loss(features, logits).backward()
         self.optimizer.step()
+
+    def _peer(self, features: Tensor, logits: dict[str, Tensor]) -> None:
+        """MGDA at the encoder's parameters as TorchJD does it, with its defaults (`pip install torchjd`)."""
+        from torchjd.aggregation import MGDA
+        from torchjd.autojac import jac_to_grad, mtl_backward
+
+        entropy = nn.functional.binary_cross_entropy_with_logits
+        losses = [entropy(logits[name].float(), self.problem.labels[name]) for name in self.problem.tasks]
+        mtl_backward(losses, features=features)
+        jac_to_grad(self.encoder.parameters(), MGDA())
 
     def capture(self) -> None:
         """Records the step as a CUDA graph, to be replayed."""

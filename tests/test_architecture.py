@@ -19,7 +19,7 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 # A room may import those of its own line and of the lines before it, as long as no circle comes of it.
 CORE = [
     ["errors"],
-    ["numerics", "state", "ranks", "watch"],
+    ["state", "ranks", "watch"],
     ["tasks"],
     ["groups"],
     ["layout"],
@@ -108,7 +108,7 @@ def _import_faults(module: str, path: Path) -> Iterator[str]:
             known = any(name == m or m.startswith(f"{name}.") for m in MODULES)
             if known and not _is_core(name) and not (also and name in ALSO_TORCH_ALONE):
                 yield f"{path.relative_to(SRC)}:{line} imports {name}, which is outside the core"
-        elif root != "torch" and root not in sys.stdlib_module_names:
+        elif root not in ("torch", "triton") and root not in sys.stdlib_module_names:  # triton comes with torch, or not
             yield f"{path.relative_to(SRC)}:{line} imports {name}: neither torch nor the standard library"
 
 

@@ -26,7 +26,8 @@ class Batch(NamedTuple):
     """B rows in the layout's C columns; all in one floating dtype, without gradient.
 
     Attributes:
-        logits: (B, C).
+        logits: (B, C), 0 where the label is missing: whatever stands there, it counts for nothing.
+        raw_logits: (B, C) as they came.
         labels: (B, C): 0/1 for detections, one-hot for classes, values for regressions; 0 where missing.
         weight: (B, C): the row's weight, 0 where the label is missing.
         positive: (B, C): labels times weight.
@@ -36,6 +37,7 @@ class Batch(NamedTuple):
     """
 
     logits: Tensor
+    raw_logits: Tensor
     labels: Tensor
     weight: Tensor
     positive: Tensor
@@ -103,11 +105,13 @@ class Reader(State):
 
         problems = _Problems(self, alone)
         decoded = [self._labels(kind, labels, size, z, problems) for kind in layout.kind_columns]
-        y, weight = join([values for values, _ in decoded]), join([labelled for _, labelled in decoded]).to(z.dtype)
+        y, labelled = join([values for values, _ in decoded]), join([mask for _, mask in decoded])
+        weight = labelled.to(z.dtype)
         if sample_weight is not None:
             weight = weight * self._sample_weight(sample_weight, size, z.dtype, problems).unsqueeze(1)
         return Batch(
-            logits=z,
+            logits=z.masked_fill(~labelled, 0),
+            raw_logits=z,
             labels=y,
             weight=weight,
             positive=y if sample_weight is None else y * weight,
@@ -141,7 +145,7 @@ class Reader(State):
     def _columns(self, what: str, tensor: object, head: Head, size: int, width: int | None = None) -> Tensor:
         """The tensor of one head as (rows, columns)."""
         width = head.width if width is None else width
-        if isinstance(tensor, Tensor) and tensor.device == self.device:
+        if isinstance(tensor, Tensor) and tensor.device == self.device and not tensor.is_complex():
             if tensor.shape == (size, width):
                 return tensor
             if width == 1 and tensor.shape == (size,):
@@ -174,7 +178,12 @@ class Reader(State):
         return y.to(z.dtype), labelled
 
     def _sample_weight(self, weight: Tensor, size: int, dtype: torch.dtype, problems: _Problems) -> Tensor:
-        if not isinstance(weight, Tensor) or weight.shape != (size,) or weight.device != self.device:
+        if (
+            not isinstance(weight, Tensor)
+            or weight.shape != (size,)
+            or weight.is_complex()
+            or weight.device != self.device
+        ):
             raise FairMTError(
                 f"sample_weight: met {_describe(weight)}, expected a tensor of shape ({size},) on {self.device}"
             )
@@ -198,6 +207,7 @@ class Reader(State):
                 not isinstance(tensor, Tensor)
                 or tensor.shape != (size,)
                 or tensor.is_floating_point()
+                or tensor.is_complex()
                 or tensor.device != self.device
             ):
                 raise FairMTError(

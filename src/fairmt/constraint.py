@@ -36,7 +36,8 @@ class Violation(NamedTuple):
         weights: w, 0 where not measured.
         phis: (2,) wᵀΨ of the soft and of the hard violations (minus μ/2‖w‖² in the printed form).
         cells: (A·G, S) gradient of phi at this batch's sum of scores of each group and side.
-        gaps, worst, best: (A, S) the gaps of the sides' soft rates, over the unit of errors, and between which groups.
+        gaps, worst, best: (2, A, S) the gaps of the sides' soft and hard rates, over the unit of errors, and between
+            which groups they lie.
         table: what the memory holds after this batch.
     """
 
@@ -117,7 +118,7 @@ class GroupConstraint(State):
         table = self.memory.with_batch(batch_table)
         sums = Sums.of(table)
         missing = sums.missing
-        gaps, worst_groups, best_groups = spread(sums.rates, missing, self.sides.worse)
+        gaps, worst, best = spread(sums.rates, missing, self.sides.worse)
         per_unit = None
         if self.has_errors and units is not None:
             per_unit = 1 / self.sides.to_sides(units)
@@ -130,10 +131,9 @@ class GroupConstraint(State):
         if self.printed:
             assert isinstance(self.aggregation, Ahfda)
             phis = phis - self.aggregation.strength(soft) / 2 * (weights @ weights)
-        gap, worst, best = gaps[0], worst_groups[0], best_groups[0]
-        pull = self.sides.to_sides(weights.view(-1, self.layout.columns)) * gap * self.pull
-        cells = self._cells(pull if per_unit is None else pull * per_unit, worst, best, batch_table[2])
-        return Violation(soft, hard, measured, weights, phis, cells, gap, worst, best, table)
+        pull = self.sides.to_sides(weights.view(-1, self.layout.columns)) * gaps[0] * self.pull
+        cells = self._cells(pull if per_unit is None else pull * per_unit, worst[0], best[0], batch_table[2])
+        return Violation(soft, hard, measured, weights, phis, cells, gaps, worst, best, table)
 
     def _cells(self, pull: Tensor, worst: Tensor, best: Tensor, weight: Tensor) -> Tensor:
         """∂Φ/∂(sum of scores): `pull` at the worst group, against it at the best if that takes a gradient too.
@@ -167,13 +167,13 @@ class GroupConstraint(State):
             ]
         )
 
-    def above(self, violation: Violation, tolerance: float) -> list[Infeasible]:
-        """The entries whose gap exceeds the tolerance, worst first."""
-        gaps = violation.psi.sqrt().tolist()
+    def above(self, violation: Violation, tolerance: float, *, hard: bool) -> list[Infeasible]:
+        """The entries whose gap (of thresholded or of soft predictions) exceeds the tolerance, worst first."""
+        gaps = (violation.psi_hard if hard else violation.psi).sqrt().tolist()
         measured = violation.measured.tolist()
         side_column = self.sides.column
-        side_psi = (violation.gaps.square() * self.sides.share).tolist()
-        worst, best = violation.worst.tolist(), violation.best.tolist()
+        side_psi = (violation.gaps[int(hard)].square() * self.sides.share).tolist()
+        worst, best = violation.worst[int(hard)].tolist(), violation.best[int(hard)].tolist()
         found = []
         for number, name in enumerate(self.layout.entry_names):
             if not measured[number] or gaps[number] <= tolerance:

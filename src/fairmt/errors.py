@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from numbers import Integral, Real
 
 
 class FairMTError(ValueError):
@@ -33,12 +34,17 @@ def short(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[:longest]}…"
 
 
+def is_number(value: object, kind: type) -> bool:
+    """Whether a value is a number of this kind, NumPy's among them, and no truth value."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def check_number(
     name: str, value: object, *, above: float | None = None, least: float | None = None, finite: bool = True
 ) -> float:
     """A real number within bounds, or an error."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
+    if is_number(value, Real):
+        number = float(value)  # type: ignore[arg-type]
         fits = (above is None or number > above) and (least is None or number >= least)
         if fits and (math.isfinite(number) or (number > 0 and not finite)):
             return number
@@ -49,8 +55,8 @@ def check_number(
 
 def check_integer(name: str, value: object, least: int) -> int:
     """A whole number of at least so much, or an error."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
+    if is_number(value, Integral) and int(value) >= least:  # type: ignore[call-overload]
+        return int(value)  # type: ignore[call-overload, no-any-return]
     raise FairMTError(f"{name}: met {short(value)}, expected an int of at least {least}")
 
 

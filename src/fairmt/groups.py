@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from .errors import FairMTError, describe, short
+from .errors import FairMTError, describe, is_number, short
 
 UNKNOWN = -1
 """The code of a person whose membership is not known."""
@@ -88,12 +89,12 @@ class Groups:
             if isinstance(value, Intersection):
                 attributes.append(_intersection(name, value, sizes))
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+            if not is_number(value, Integral) or value < 2:
                 raise FairMTError(
                     f"groups[{name!r}]: met {short(value)}, expected an int of at least 2, or fairmt.cross(…)"
                 )
-            sizes[name] = value
-            attributes.append(Attribute(name, value))
+            sizes[name] = int(value)
+            attributes.append(Attribute(name, int(value)))
         return cls(tuple(attributes))
 
     def codes(self, given: Mapping[str, Tensor]) -> list[Tensor]:

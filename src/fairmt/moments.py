@@ -11,49 +11,62 @@ from torch import Tensor
 
 from .batch import Batch
 from .layout import Layout
-from .state import State, precise
-from .tasks import Regression
+from .state import TINY, State, precise
+from .tasks import Regression, Task
 
 
 class LabelMoments(State):
-    """Running sums (3, C) of 1, y and y² over the labelled rows of each column."""
+    """Running moments (3, C) of each column's labels: how many, their mean, and their squared deviations' sum.
 
-    sums: Tensor
+    Deviations are summed about the mean so far, not squares about 0: the spread of years or timestamps would drown in
+    their size.
+    """
+
+    moments: Tensor
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self.needed = any(
-            head.task.scale is None
-            if isinstance(head.task, Regression)
-            else getattr(head.task, "weight", None) == "balanced"
+            head.task.scale is None if isinstance(head.task, Regression) else _balanced(head.task)
             for head in layout.heads
         )
-        self.register_buffer("sums", torch.zeros(3, layout.columns, dtype=torch.float64))
+        self.register_buffer("moments", torch.zeros(3, layout.columns, dtype=torch.float64))
 
-    def of(self, batch: Batch) -> Tensor:
-        """The batch's own sums; in double precision, since a variance is a small difference of large sums."""
+    def sums(self, batch: Batch) -> Tensor:
+        """The batch's own weights, and deviations from the mean so far, plain and squared; ranks add theirs up."""
         wide = precise(batch.labels.device)
-        labels, first = batch.labels.to(wide), batch.positive.to(wide)
-        return torch.stack((batch.weight.to(wide).sum(0), first.sum(0), (first * labels).sum(0)))
+        weight = batch.weight.to(wide)
+        deviation = batch.labels.to(wide) - self.moments[1]
+        first = weight * deviation
+        return torch.stack((weight.sum(0), first.sum(0), (first * deviation).sum(0)))
+
+    def with_batch(self, sums: Tensor) -> Tensor:
+        """The moments after a batch; nothing moves."""
+        count = self.moments[0] + sums[0]
+        shift = sums[1] / count.clamp(min=TINY)
+        return torch.stack((count, self.moments[1] + shift, self.moments[2] + sums[2] - sums[1] * shift))
 
 
-def negatives_per_positive(sums: Tensor) -> Tensor:
+def _balanced(task: Task) -> bool:
+    weight = getattr(task, "weight", None)
+    return isinstance(weight, str) and weight == "balanced"
+
+
+def negatives_per_positive(moments: Tensor) -> Tensor:
     """(C,): the balanced weight of a detection's positives; 1 until both kinds were seen."""
-    count, positive, _ = sums
-    ratio = (count - positive) / positive
-    return torch.where((positive > 0) & (count > positive), ratio, 1.0)
+    _, rate, _ = moments
+    return torch.where((rate > 0) & (rate < 1), (1 - rate) / rate, 1.0)
 
 
-def balanced_classes(sums: Tensor, classes: Tensor) -> Tensor:
+def balanced_classes(moments: Tensor, classes: Tensor) -> Tensor:
     """(C,): the balanced weight of each class, N / (C·N_k); 1 for a class not yet seen."""
-    count, members, _ = sums
-    return torch.where(members > 0, count / (classes * members), 1.0)
+    _, share, _ = moments
+    return torch.where(share > 0, 1 / (classes * share), 1.0)
 
 
-def deviation(sums: Tensor) -> Tensor:
+def deviation(moments: Tensor) -> Tensor:
     """(C,): the labels' standard deviation; 1 until two different labels were seen."""
-    count, first, second = sums
-    mean = first / count
-    variance = second / count - mean * mean
-    varied = (count > 0) & (variance > 1e-12 * second / count)
+    count, mean, squares = moments
+    variance = squares / count
+    varied = (count > 0) & (variance > 1e-14 * mean * mean)  # the first batch is summed about 0, and rounds
     return torch.where(varied, variance, 1.0).sqrt()

@@ -337,7 +337,9 @@ def test_a_loss_that_is_not_finite_is_skipped_and_counted(case, linear):
         assert float(loss.detach()) == 0
         loss.backward()
         assert int(criterion.skipped) == count
-    assert all(parameter.grad is None for parameter in model.parameters())
+    # Heads get an exact zero, for a GradScaler to see; the encoder nothing at all.
+    assert all(parameter.grad is None for parameter in model.encoder.parameters())
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.heads.parameters())
     assert_same_state({**state_of(criterion), "skipped": before["skipped"]}, before)
 
     model.zero_grad()
@@ -476,7 +478,7 @@ def test_the_entries_above_the_tolerance_come_worst_first_with_their_groups():
     }
     binary = torch.tensor([1, 0] * 3)
     labels = {"ill": binary, "easy": binary, "age": torch.zeros(6)}
-    criterion = fairmt.FairMT(tasks, {"race": 3}, weighting="uniform", memory=1)
+    criterion = fairmt.FairMT(tasks, {"race": 3}, weighting="uniform", memory=1, dual_on="soft")
     criterion(torch.zeros(6, 2, dtype=torch.double), logits, labels, members)
     above = criterion.kkt().above
     assert [(entry.entry, entry.side, entry.worst_group, entry.best_group) for entry in above] == [
@@ -488,6 +490,49 @@ def test_the_entries_above_the_tolerance_come_worst_first_with_their_groups():
     assert [math.sqrt(psi) for psi in last_of(criterion).psi.values()] == pytest.approx(
         [above[1].gap, 0.0, above[0].gap]
     )
+
+
+def test_the_entries_above_the_tolerance_are_of_the_gaps_that_drive_the_multiplier():
+    """Logits a hair to either side of the threshold: no soft gap to speak of, and the widest of hard ones."""
+    logits = torch.tensor([0.01, 0.01, -0.01, -0.01], dtype=torch.double).requires_grad_()
+    found = {}
+    for dual_on in ("hard", "soft"):
+        criterion = fairmt.FairMT({"ill": Detection()}, {"gender": 2}, memory=1, dual_on=dual_on)
+        criterion(torch.zeros(4, 2), {"ill": logits}, {"ill": torch.ones(4)}, {"gender": torch.tensor([0, 0, 1, 1])})
+        found[dual_on] = criterion.kkt()
+    assert found["soft"].violation < 0
+    assert found["soft"].above == ()
+    assert found["hard"].violation > 0
+    assert [(entry.entry, entry.worst_group, entry.best_group) for entry in found["hard"].above] == [
+        ("gender/ill", 1, 0)
+    ]
+    assert found["hard"].above[0].gap == pytest.approx(math.sqrt(0.5))
+
+
+def test_what_is_not_measured_is_neither_held_nor_broken():
+    """One group alone has no gap: nothing is certified, nothing is added to the loss, and the multiplier stays."""
+    logits = torch.tensor([0.5, -1.0, 2.0], dtype=torch.double).requires_grad_()
+    criterion = fairmt.FairMT({"ill": Detection()}, {"gender": 2}, memory=1)
+    criterion.strength.eta += 3
+    labels, members = {"ill": torch.tensor([1, 0, 1])}, {"gender": torch.zeros(3, dtype=torch.long)}
+    loss = criterion(torch.zeros(3, 2), {"ill": logits}, labels, members)
+    assert math.isnan(criterion.kkt().violation)
+    assert float(loss.detach()) == pytest.approx(float(last_of(criterion).losses["ill"]))
+    assert float(criterion.eta) == 3
+
+
+def test_a_skipped_step_goes_with_a_gradient_scaler():
+    model, criterion = prepared(True, nonfinite="skip")
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    inputs = BATCH.inputs.clone()
+    inputs[3, 1] = torch.nan
+    optimiser.zero_grad()
+    scaler.scale(loss_of(criterion, model, replace(BATCH, inputs=inputs))).backward()
+    scaler.step(optimiser)
+    scaler.update()
+    assert_same_state(dict(model.named_parameters()), before)
 
 
 def test_the_worse_side_is_named():

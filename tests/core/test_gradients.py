@@ -349,9 +349,10 @@ def test_encoder_scale_sum_divides_eta_in_the_minimum_norm_problem() -> None:
     assert residual(stacked @ stacked.T, b, alpha) > 1e-3, "the factor makes no difference here"
 
 
-def test_stationarity_is_the_encoders_relative_gradient() -> None:
+@pytest.mark.parametrize("scale", ["mean", "sum"])
+def test_stationarity_is_the_encoders_relative_gradient(scale: str) -> None:
     model = Model()
-    criterion, reference = make(model)
+    criterion, reference = make(model, dual_on="soft", encoder_scale=scale)
     for seed in (11, 12):
         batch = data(seed)
         call(criterion, model, batch)
@@ -359,7 +360,8 @@ def test_stationarity_is_the_encoders_relative_gradient() -> None:
         outcome = reference.step(logits, batch.labels, batch.members)
     gradient = explicit("sample", model, outcome, features, logits)
     assert criterion.last is not None
-    alpha = numbers(criterion.last.alpha)
+    times = len(outcome.losses) if scale == "sum" else 1
+    alpha = {name: times * value for name, value in numbers(criterion.last.alpha).items()}
     whole = sum((alpha[name] * gradient[name] for name in outcome.losses), outcome.eta * gradient[""])
     parts = sum(alpha[name] * gradient[name].norm() for name in outcome.losses) + outcome.eta * gradient[""].norm()
     kkt = criterion.kkt()

@@ -194,8 +194,8 @@ def test_accumulation_adds_up_the_gradients_of_its_parts(linear):
     assert_same_state(state_of(criterion), state_of(apart))
 
     # One call is one move of the state, so three parts decay the memory three times.
-    once, moved = trained_a_little(linear, batch)[1], state_of(criterion)["measure.moments.sums"]
-    added = moved - state_of(once)["measure.moments.sums"]
+    once, moved = trained_a_little(linear, batch)[1], state_of(criterion)["measure.moments.moments"]
+    added = moved - state_of(once)["measure.moments.moments"]
     torch.testing.assert_close(added[0, 0], (~batch.labels["ill"].isnan()).sum().double())
 
 

@@ -116,7 +116,7 @@ def test_a_resumed_run_equals_an_unbroken_one(case):
 
 
 @pytest.mark.parametrize(("case", "buffer"), [
-    ("default", "measure.moments.sums"),
+    ("default", "measure.moments.moments"),
     ("default", "measure.constraint.memory.table"),
     ("default", "strength.eta"),
     ("alpha every 4", "weighting.alpha"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check_choice, check_number
-from ..simplex import project_simplex
+from ..simplex import project
 from ..state import TINY
 from .frank_wolfe import check_mu, check_psi, check_stop, iterate
 
@@ -54,7 +54,7 @@ class Ahfda:
         mu = self.strength(psi)
         if self.solver == "frank_wolfe":
             return iterate(psi, measured, mu, self.tol, self.max_iter)[0]
-        return project_simplex(psi / mu, measured)
+        return project(psi / mu, measured)
 
     def strength(self, psi: Tensor) -> Tensor:
         """μ for these violations."""
@@ -91,7 +91,7 @@ def ahfda(
     strength = torch.as_tensor(mu, dtype=psi.dtype, device=psi.device).detach()
     measured = torch.ones_like(values, dtype=torch.bool)
     if solver == "exact":
-        w = project_simplex(values / strength)
+        w = project((values - values.amax()) / strength)  # the projection does not mind a shift; a tiny μ does
     else:
         check_stop(tol, max_iter)
         w = iterate(values, measured, strength, tol, max_iter)[0]

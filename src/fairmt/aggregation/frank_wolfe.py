@@ -71,6 +71,8 @@ def check_psi(psi: object) -> None:
     if not isinstance(psi, Tensor) or psi.ndim != 1 or psi.numel() == 0 or not psi.is_floating_point():
         met = f"shape {tuple(psi.shape)} of {psi.dtype}" if isinstance(psi, Tensor) else describe(psi)
         raise FairMTError(f"psi: met {met}, expected a floating tensor of shape (d,), d ≥ 1")
+    if psi.device.type == "cpu" and not bool(psi.isfinite().all()):
+        raise FairMTError("psi: met entries that are not finite, expected finite ones; leave out what is not measured")
 
 
 def check_mu(mu: object) -> None:

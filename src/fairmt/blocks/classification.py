@@ -90,7 +90,7 @@ class ClassificationBlock(State):
             score = self._by_column(torch.softmax(self._by_head(logits * sharpness), dim=2))
         choice = heads.argmax(dim=2)
         return Terms(
-            loss=(row * labels * log_probability).sum(0).neg() @ members,
+            loss=(row * log_probability.masked_fill(labels == 0, 0)).sum(0).neg() @ members,
             labelled=weight.sum(0) @ self.constant("averages", dtype),
             delta=row * (probability - labels),
             score=score,

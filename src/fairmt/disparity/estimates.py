@@ -96,11 +96,13 @@ def aep(
     check_choice("loss", loss, ("mse", "mae", "huber"))
     values, labelled = _labels("regression", labels, predictions.shape[0])
     check_members(members, num_groups, predictions.shape[0])
-    error, _ = error_and_slope(predictions.unsqueeze(1) - values.to(predictions.dtype), loss)
+    wide = torch.promote_types(predictions.dtype, torch.float32)  # squares leave the range of half precision
+    residual = torch.where(labelled, predictions.unsqueeze(1).to(wide) - values.to(wide), 0)
+    error, _ = error_and_slope(residual, loss)
     rates, counts = group_rates(error, labelled, members, num_groups)
     missing = counts == 0
     side = spread(rates.masked_fill(missing, 0), missing, +1, asymmetric=asymmetric)
-    return torch.where(comparable(missing), side.gap.square(), torch.nan)[0]
+    return torch.where(comparable(missing), side.gap.square(), torch.nan)[0].to(predictions.dtype)
 
 
 def _one_vs_rest(

@@ -29,7 +29,8 @@ def group_rates(scores: Tensor, mask: Tensor, members: Tensor, num_groups: int) 
         num_groups: number of groups.
 
     Returns:
-        Rates (NaN for a group without rows) and counts, both (groups, columns).
+        Rates (NaN for a group without rows) and counts, both (groups, columns) in the scores' dtype (half precision
+        rounds counts above 2,048; the rates are right all the same).
 
     >>> import torch
     >>> rates, counts = group_rates(
@@ -44,7 +45,8 @@ def group_rates(scores: Tensor, mask: Tensor, members: Tensor, num_groups: int) 
         raise FairMTError(f"mask: met {shape_of(mask)}, expected {shape_of(scores)}, as scores has")
     check_members(members, num_groups, columns.shape[0])
     wide = torch.promote_types(scores.dtype, torch.float32)  # half precision counts to 2,048 and no further
-    weight = mask.to(wide).view_as(columns)
+    known = (members >= 0).unsqueeze(1)
+    weight = torch.where(known, mask.view_as(columns), 0).to(wide)
     belongs = one_hot(members, num_groups, wide).T
     counts = belongs @ weight
     sums = belongs @ torch.where(weight > 0, columns.to(wide) * weight, 0)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import FairMTError
+from ..errors import FairMTError, check_number, short
 from ..ranks import Ranks
 from ..state import precise
 from .autograd import Feature
@@ -143,8 +143,11 @@ def _public(
         )
     if delta_phi.shape != delta.shape:
         raise FairMTError(f"delta_phi: met shape {tuple(delta_phi.shape)}, expected {tuple(delta.shape)}, as delta has")
-    if sum(sizes) != columns or min(sizes, default=0) < 1:
-        raise FairMTError(f"sizes: met {list(sizes)}, expected positive numbers that sum to delta's {columns} columns")
+    whole = isinstance(sizes, list | tuple) and all(isinstance(n, int) and n > 0 for n in sizes)
+    if not whole or sum(sizes) != columns:
+        raise FairMTError(f"sizes: met {short(sizes)}, expected positive ints that sum to delta's {columns} columns")
+    if not isinstance(eta, Tensor):
+        check_number("eta", eta, least=0)
     owner = torch.zeros(columns, len(sizes), dtype=delta.dtype, device=delta.device)
     task = [t for t, size in enumerate(sizes) for _ in range(size)]
     owner[torch.arange(columns), task] = 1
@@ -154,7 +157,7 @@ def _public(
         weight=weight.detach(),
         delta=delta.detach(),
         delta_phi=delta_phi.detach(),
-        rows=delta.new_full((len(sizes),), delta.shape[0]),
+        rows=torch.full((len(sizes),), delta.shape[0], device=delta.device),
         owner=owner,
         heads=(),
         ranks=None,

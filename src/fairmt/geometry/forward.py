@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import FairMTError
 from ..ranks import Ranks
+from ..state import TINY
 
 
 class Forward(NamedTuple):
@@ -57,8 +58,10 @@ class Forward(NamedTuple):
         if not heads:
             return torch.zeros_like(self.features, dtype=gradient.dtype)
         outputs = [self.logits[i] for i in heads]
+        # A mean over many rows has gradients too small for half precision; their direction is the same at size 1.
+        size = gradient.abs().amax().clamp(min=TINY) if gradient.numel() else gradient.new_ones(())
         gradients = [
-            gradient[:, self.heads[i][0]].reshape(output.shape).to(output.dtype)
+            (gradient[:, self.heads[i][0]] / size).reshape(output.shape).to(output.dtype)
             for i, output in zip(heads, outputs, strict=True)
         ]
         (found,) = torch.autograd.grad(outputs, self.features, gradients, retain_graph=True, allow_unused=True)
@@ -69,7 +72,7 @@ class Forward(NamedTuple):
                 "hides the way from features to logits: compile encoder and heads apart, leave these options off, "
                 "or pass heads= that are linear)"
             )
-        return found.to(gradient.dtype)
+        return found.to(gradient.dtype) * size
 
     def per_task(self, columns: Tensor) -> Tensor:
         """(C, …) summed over each task's columns to (T, …)."""

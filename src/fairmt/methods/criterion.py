@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..batch import Batch, OptionalTensorMap, Reader, TensorMap
 from ..constraint import GroupConstraint, Infeasible
-from ..errors import FairMTError, check_choice
+from ..errors import FairMTError, check_choice, short
 from ..geometry import Forward, Gram, Heads
 from ..layout import Layout
 from ..multiplier import DualAscent, FixedStrength, UtilityBudget
@@ -30,6 +30,9 @@ from ..surrogate import surrogate
 from ..weighting import Situation, Weighting
 from .measure import Measure, Measured
 from .step import Kkt, Step
+
+CHECK_EVERY = 1024
+"""Steps after which heads are compared with logits again, beside the powers of two."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ class Criterion(State):
         with torch.no_grad(), _full_precision(features):
             batch = self.reader(features, logits, labels, members, sample_weight, ranks is None)
             outputs = [logits[head.name] for head in self.layout.heads]
-            if recording and not features.requires_grad and not any(z.requires_grad for z in outputs):
+            if moving and not features.requires_grad and not any(z.requires_grad for z in outputs):
                 raise FairMTError(
                     "features: neither they nor the logits take a gradient, expected one of them to "
                     "(was the model run under no_grad, or detached?)"
@@ -125,14 +128,17 @@ class Criterion(State):
             value, at_logits, at_features = self._step(features, outputs, batch, moving, ranks)
         if not recording:
             return value
-        return surrogate(value, at_logits, at_features, self.head_slices, features, outputs)
+        loss = surrogate(value, at_logits, at_features, self.head_slices, features, outputs)
+        if at_logits is None:  # a GradScaler wants to see some gradient
+            loss = loss + sum((0 * parameter).sum() for parameter in self.heads.parameters())
+        return loss
 
     def _step(
         self, features: Tensor, outputs: Sequence[Tensor], batch: Batch, moving: bool, ranks: Ranks | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The scalar's value and its gradients at the logits (None: it has none at all) and at the features."""
         found: Measured = self.measure(batch, ranks)
-        forward = self._forward(features, outputs, batch, found, ranks)
+        forward = self._forward(features, outputs, batch, found, moving, ranks)
         gram = self._gram(forward)
         sums = [found.losses] if gram is None else [found.losses, gram.K, gram.cross]
         sound, labelled = _finite(sums), look(found.active.any())
@@ -164,14 +170,16 @@ class Criterion(State):
         violation = None
         if found.violation is not None and found.delta_phi is not None:
             at_logits = torch.addcmul(at_logits, found.delta_phi, eta.to(dtype))
-            soft, hard = (found.violation.phis - self.strength.epsilon).unbind()
+            # Where nothing is measured there is nothing to bound: no term, and a multiplier that stays.
+            known = found.violation.measured.any()
+            soft, hard = ((found.violation.phis - self.strength.epsilon) * known).unbind()
             value = torch.addcmul(value, eta, soft)
             violation = hard if self.dual_on == "hard" else soft
         if ranks is not None:  # gradients are averaged over ranks; each has only its own rows' part of them
             at_logits, at_features = at_logits * ranks.world(), at_features * ranks.world()
 
         self._progress.last = Step(
-            self.layout, eta, found.losses, found.active, alpha, found.violation, violation, gram
+            self.layout, eta, found.losses, found.active, alpha, in_encoder, found.violation, violation, gram
         )
         if moving:
             self._move(found, alpha, violation, both(sound, labelled))
@@ -179,11 +187,19 @@ class Criterion(State):
         return choose(labelled, value, nothing), at_logits, at_features
 
     def _forward(
-        self, features: Tensor, outputs: Sequence[Tensor], batch: Batch, found: Measured, ranks: Ranks | None
+        self,
+        features: Tensor,
+        outputs: Sequence[Tensor],
+        batch: Batch,
+        found: Measured,
+        moving: bool,
+        ranks: Ranks | None,
     ) -> Forward:
         weight = self.heads.weight(features, batch.logits.dtype)
         if weight is not None:
-            self.heads.check(features, batch.logits, self.layout, self.reader.watch)
+            step = self._progress.steps
+            if moving and (step & (step - 1) == 0 or step % CHECK_EVERY == 0):
+                self.heads.check(features, batch.raw_logits, self.layout, self.reader.watch)
         return Forward(
             features=features,
             logits=outputs,
@@ -217,18 +233,17 @@ class Criterion(State):
         """Makes the step's changes, if it was sound and had a label."""
         changes = self.weighting.changes(alpha)
         if self.measure.moments.needed:
-            changes.append((self.measure.moments.sums, found.moments))
+            changes.append((self.measure.moments.moments, found.moments))
         spent = None
         if self.budget is not None:
             sums, best, spent = self.budget.next(found.loss, found.labelled)
             changes += [(self.budget.sums, sums), (self.budget.best, best)]
         if found.violation is not None and violation is not None and self.measure.constraint is not None:
             eta = self.strength.next(violation, spent)
-            eta = torch.where(found.violation.measured.any(), eta, self.strength.eta)
             changes += [(self.strength.eta, eta), (self.measure.constraint.memory.table, found.violation.table)]
-        self._progress.steps += 1
         if sound is False:
             return
+        self._progress.steps += 1
         for buffer, value in changes:
             buffer.copy_(choose(sound, value, buffer))
         if sound is not True:
@@ -246,8 +261,10 @@ class Criterion(State):
         self.reader.watch.raise_met()
 
     @property
-    def last(self) -> Step | None:
-        """What happened in the last call; None before the first."""
+    def last(self) -> Step:
+        """What happened in the last call."""
+        if self._progress.last is None:
+            raise FairMTError("last: met a criterion that was not called yet, expected a step before it")
         return self._progress.last
 
     @property
@@ -263,12 +280,11 @@ class Criterion(State):
     def kkt(self) -> Kkt:
         """How far the last step is from a solution. On several ranks, call it on each."""
         step, constraint = self.last, self.measure.constraint
-        if step is None:
-            raise FairMTError("kkt: met a criterion that was not called yet, expected a step before it")
         above: list[Infeasible] = []
-        if step.found is not None and constraint is not None:
-            above = constraint.above(step.found, self.tolerance)
-        violation = float("nan") if step.violation is None else float(step.violation)
+        violation = float("nan")
+        if step.found is not None and constraint is not None and step.psi:
+            above = constraint.above(step.found, self.tolerance, hard=self.dual_on == "hard")
+            violation = float(violation if step.violation is None else step.violation)
         return Kkt(violation, float(step.eta) * violation, step.stationarity(), tuple(above))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Criterion:
@@ -278,7 +294,6 @@ class Criterion(State):
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
         copy.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
-        copy.heads.checked = False
         return copy
 
     def _looked_at(self) -> list[object]:
@@ -298,18 +313,18 @@ class Criterion(State):
         return {
             "tasks": list(self.layout.task_names),
             "columns": list(self.layout.column_names),
-            "groups": {attribute.name: attribute.size for attribute in self.layout.groups.attributes},
+            "groups": [[own.name, own.size, *own.parts] for own in self.layout.groups.attributes],
             "sides": [] if constraint is None else list(constraint.sides.names),
         }
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state = state_dict.get(f"{prefix}_extra_state")
         if state is not None:  # refuse before anything is loaded: tables of other problems may have the same shape
+            problem = state.get("problem", {}) if isinstance(state, dict) else {}
             for name, own in self._problem().items():
-                if state["problem"][name] != own:
-                    raise FairMTError(
-                        f"state: met {name} {state['problem'][name]}, expected {own}, as this criterion has"
-                    )
+                met = problem.get(name)
+                if met != own:
+                    raise FairMTError(f"state: met {name} {short(met)}, expected {short(own)}, as this criterion has")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

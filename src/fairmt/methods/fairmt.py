@@ -103,6 +103,7 @@ class FairMT(Criterion):
         printed: bool = False,
     ) -> None:
         check_number("tolerance", tolerance, above=0)
+        check_choice("asymmetric", asymmetric, (True, False))
         layout = Layout.of(check_tasks(tasks), Groups.of(groups))
         constraint = GroupConstraint(
             layout,

@@ -94,11 +94,11 @@ class Measure(State):
 
     def _label_moments(self, batch: Batch, ranks: Ranks | None) -> Tensor:
         if not self.moments.needed:
-            return self.moments.sums
-        own = self.moments.of(batch)
+            return self.moments.moments
+        sums = self.moments.sums(batch)
         if ranks is not None:
-            (own,) = ranks.sum(own)
-        return self.moments.sums + own
+            (sums,) = ranks.sum(sums)
+        return self.moments.with_batch(sums)
 
     def _units(self, moments: Tensor) -> Tensor | None:
         """(C,): by what scores and losses are divided to compare between tasks; None: by nothing."""

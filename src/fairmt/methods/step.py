@@ -18,11 +18,11 @@ class Kkt:
     """How far a step is from a solution of the constrained problem.
 
     Attributes:
-        violation: wᵀΨ − ε, at most 0 where the constraint holds.
+        violation: wᵀΨ − ε, at most 0 where the constraint holds; NaN where nothing is measured.
         slackness: η·(wᵀΨ − ε), 0 at a solution.
         stationarity: ‖Σαg + ηg_Φ‖ relative to Σα‖g‖ + η‖g_Φ‖: 0 where the gradients balance. (Where they all vanish by
             themselves it says nothing.) NaN if no gradients were compared.
-        above: the entries above the tolerance, worst first.
+        above: the entries above the tolerance, worst first, by the gaps that drive the multiplier (`dual_on`).
     """
 
     violation: float
@@ -40,6 +40,7 @@ class Step:
     task_losses: Tensor = field(repr=False)
     task_active: Tensor = field(repr=False)
     task_alpha: Tensor = field(repr=False)
+    encoder_alpha: Tensor = field(repr=False)
     found: Violation | None = field(default=None, repr=False)
     violation: Tensor | None = None
     gram: Gram | None = field(default=None, repr=False)
@@ -92,7 +93,7 @@ class Step:
         if self.gram is None:
             return float("nan")
         K, cross, square = self.gram.K, self.gram.cross, self.gram.phi_square().clamp(min=0)
-        alpha, eta = self.task_alpha, self.eta
+        alpha, eta = self.encoder_alpha, self.eta
         left = alpha @ K @ alpha + 2 * eta * (alpha @ cross) + eta * eta * square
         whole = alpha @ K.diagonal().clamp(min=0).sqrt() + eta * square.sqrt()
         return float(left.clamp(min=0).sqrt() / whole) if whole > 0 else 0.0
