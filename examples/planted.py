@@ -6,6 +6,8 @@ A minority's labels can be read off the inputs as well as anyone's, but only by 
 plain mean of the losses leaves the minority behind (see fairmt.data.planted). The two runs differ in the loss alone.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +42,7 @@ def train(people: Planted, fair: bool) -> Network:
     batches = range(0, len(people), 256)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(batches))
     for epoch in range(EPOCHS):
-        for rows in torch.randperm(len(people)).split(256):
+        for rows in torch.split(torch.randperm(len(people)), 256):
             batch = people.take(rows)
             features, logits = network(batch.inputs)
             if fair:
@@ -57,7 +59,7 @@ def train(people: Planted, fair: bool) -> Network:
     return network
 
 
-def plain_loss(logits: dict[str, Tensor], labels: dict[str, Tensor]) -> Tensor:
+def plain_loss(logits: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> Tensor:
     """The mean of the tasks' losses."""
     signs = nn.functional.binary_cross_entropy_with_logits(logits["signs"], labels["signs"].float()) * 3
     kind = nn.functional.cross_entropy(logits["kind"], labels["kind"].long())

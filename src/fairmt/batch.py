@@ -6,7 +6,7 @@ After this module nothing is missing by name, of a wrong shape, or out of range:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,8 @@ class Reader(State):
         cells += [("heads", head.name) for head in layout.heads]
         self.head_names = {head.name: None for head in layout.heads}
         self.given_names = {attribute.name: None for attribute in layout.groups.given}
+        self.by_kind = {kind: layout.heads_of(kind) for kind in layout.kind_columns}
+        self.widths = [head.width for head in layout.heads]
         self.device = torch.device("cpu")
         self.watch = Watch([*cells, ("sample_weight", ""), ("loss", "")])
 
@@ -136,15 +138,50 @@ class Reader(State):
     def _logits(self, logits: TensorMap, size: int) -> Tensor:
         """All heads' logits side by side."""
         heads = self.layout.heads
-        parts = [self._columns("logits", logits[head.name], head, size) for head in heads]
-        for head, part in zip(heads, parts, strict=True):
-            if not part.is_floating_point():
-                raise FairMTError(f"logits[{head.name!r}]: met {part.dtype}, expected a floating dtype")
+        parts = self._matrices("logits", [logits[head.name] for head in heads], heads, size, self.widths)
+        if not all(dtype.is_floating_point for dtype in {part.dtype for part in parts}):
+            head, part = next((h, z) for h, z in zip(heads, parts, strict=True) if not z.is_floating_point())
+            raise FairMTError(f"logits[{head.name!r}]: met {part.dtype}, expected a floating dtype")
         return join(parts)
 
-    def _columns(self, what: str, tensor: object, head: Head, size: int, width: int | None = None) -> Tensor:
-        """The tensor of one head as (rows, columns)."""
-        width = head.width if width is None else width
+    def _labels(
+        self, kind: Kind, labels: OptionalTensorMap, size: int, z: Tensor, problems: _Problems
+    ) -> tuple[Tensor, Tensor]:
+        """Values (rows, columns) in z's dtype and the mask of the labelled, for all heads of one kind."""
+        heads = self.by_kind[kind]
+        widths = [1] * len(heads) if kind == "classification" else [head.width for head in heads]
+        given = [
+            z.new_full((size, width), torch.nan) if labels[head.name] is None else labels[head.name]
+            for head, width in zip(heads, widths, strict=True)
+        ]
+        raw = join(unify(self._matrices("labels", given, heads, size, widths), kind, z.dtype))
+        y, labelled = decode(kind, raw)
+        bad = problems.settle("labels", heads, raw, y, legal(kind, y, self.class_counts))
+        if bad is not None:
+            y, labelled = y.masked_fill(bad, 0), labelled & ~bad
+        if kind == "classification":
+            labelled = labelled[:, self.class_head]
+            y = (y.long()[:, self.class_head] == self.classes) & labelled
+        return y.to(z.dtype), labelled
+
+    def _matrices(
+        self, what: str, given: Sequence[object], heads: Sequence[Head], size: int, widths: Sequence[int]
+    ) -> list[Tensor]:
+        """Each head's tensor as (rows, columns): all at once if they are that, else one by one to say which not."""
+        matrices = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        if (
+            len(matrices) == len(given)
+            and [tensor.shape for tensor in matrices] == [(size, width) for width in widths]
+            and {tensor.device for tensor in matrices} == {self.device}
+            and not any(dtype.is_complex for dtype in {tensor.dtype for tensor in matrices})
+        ):
+            return matrices
+        return [
+            self._matrix(what, tensor, head, size, width)
+            for tensor, head, width in zip(given, heads, widths, strict=True)
+        ]
+
+    def _matrix(self, what: str, tensor: object, head: Head, size: int, width: int) -> Tensor:
         if isinstance(tensor, Tensor) and tensor.device == self.device and not tensor.is_complex():
             if tensor.shape == (size, width):
                 return tensor
@@ -154,28 +191,6 @@ class Reader(State):
         raise FairMTError(
             f"{what}[{head.name!r}]: met {_describe(tensor)}, expected a tensor of shape {shapes} on {self.device}"
         )
-
-    def _labels(
-        self, kind: Kind, labels: OptionalTensorMap, size: int, z: Tensor, problems: _Problems
-    ) -> tuple[Tensor, Tensor]:
-        """Values (rows, columns) in z's dtype and the mask of the labelled, for all heads of one kind."""
-        heads = self.layout.heads_of(kind)
-        given = []
-        for head in heads:
-            width = 1 if kind == "classification" else head.width
-            tensor = labels[head.name]
-            if tensor is None:
-                tensor = z.new_full((size, width), torch.nan)
-            given.append(self._columns("labels", tensor, head, size, width))
-        raw = join(unify(given, kind, z.dtype))
-        y, labelled = decode(kind, raw)
-        bad = problems.settle("labels", heads, raw, y, legal(kind, y, self.class_counts))
-        if bad is not None:
-            y, labelled = y.masked_fill(bad, 0), labelled & ~bad
-        if kind == "classification":
-            labelled = labelled[:, self.class_head]
-            y = (y.long()[:, self.class_head] == self.classes) & labelled
-        return y.to(z.dtype), labelled
 
     def _sample_weight(self, weight: Tensor, size: int, dtype: torch.dtype, problems: _Problems) -> Tensor:
         if (
