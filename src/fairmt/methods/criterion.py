@@ -183,6 +183,8 @@ class Criterion(State):
         )
         if moving:
             self._move(found, alpha, violation, both(sound, labelled))
+            if isinstance(sound, Tensor):
+                self._mark(sound)
         value, at_logits, at_features = (choose(sound, x, nothing) for x in (value.to(dtype), at_logits, at_features))
         return choose(labelled, value, nothing), at_logits, at_features
 
@@ -246,15 +248,13 @@ class Criterion(State):
         self._progress.steps += 1
         for buffer, value in changes:
             buffer.copy_(choose(sound, value, buffer))
-        if sound is not True:
-            self._mark(torch.isfinite(found.losses.sum()))
 
-    def _mark(self, finite: Tensor) -> None:
+    def _mark(self, sound: Tensor) -> None:
         """On an accelerator: counts a step that was left out, and leaves word of it."""
-        self.skipped += ~finite
+        self.skipped += ~sound
         if self.nonfinite == "raise":
             watch = self.reader.watch
-            watch.note(watch.cells_of("loss"), torch.where(finite, 0.0, torch.inf).view(1, 1), ~finite.view(1, 1))
+            watch.note(watch.cells_of("loss"), torch.where(sound, 0.0, torch.inf).view(1, 1), ~sound.view(1, 1))
 
     def check(self) -> None:
         """Raises for values that earlier steps met on an accelerator and could only mask there."""
