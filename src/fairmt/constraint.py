@@ -21,7 +21,7 @@ from .disparity import Disparity, GroupMemory, SidePlan, comparable, spread
 from .disparity.memory import Sums
 from .errors import FairMTError
 from .layout import Kind, Layout, join
-from .state import State
+from .state import State, reciprocal
 
 Aggregation: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -141,7 +141,7 @@ class GroupConstraint(State):
         A remembered rate's value moves with the batch's own mean, so the sum is divided by the batch's weight; a
         group that is not in the batch has no row to take a gradient.
         """
-        per_weight = (1 / weight).masked_fill(weight <= 0, 0)
+        per_weight = reciprocal(weight)
         cells, pull, worst = torch.zeros_like(weight), pull.unsqueeze(1), worst.unsqueeze(1)
         cells.scatter_(1, worst, pull * per_weight.gather(1, worst))
         if not self.asymmetric:

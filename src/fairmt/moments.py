@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .layout import Layout
-from .state import TINY, State, precise
+from .state import State, precise, reciprocal
 from .tasks import Regression, Task
 
 
@@ -43,7 +43,7 @@ class LabelMoments(State):
     def with_batch(self, sums: Tensor) -> Tensor:
         """The moments after a batch; nothing moves."""
         count = self.moments[0] + sums[0]
-        shift = sums[1] / count.clamp(min=TINY)
+        shift = sums[1] * reciprocal(count)
         return torch.stack((count, self.moments[1] + shift, self.moments[2] + sums[2] - sums[1] * shift))
 
 

@@ -46,7 +46,12 @@ class State(nn.Module):
 
 
 TINY = 1e-30
-"""Less than any sum of weights, and yet 1 / TINY is finite in single precision: 0 / TINY is 0 where 0 / 0 is not."""
+"""Nothing beside a violation or a gradient, and yet 1 / TINY is finite in single precision."""
+
+
+def reciprocal(weight: Tensor) -> Tensor:
+    """1 / weight, and 0 where there is no weight: a mean over nothing adds nothing."""
+    return (1 / weight).masked_fill(weight <= 0, 0)
 
 
 def look(flag: Tensor) -> bool | Tensor:

@@ -33,6 +33,22 @@ def test_the_running_scale_does_not_mind_where_labels_lie(centre, spread):
     assert found[0] == pytest.approx(found[1], rel=2e-3)
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 1e20])
+def test_sample_weights_of_any_size_are_the_same_weights(size):
+    x, noise, sex = scene()
+    found = []
+    for scale in (1.0, size):
+        logits = {"ill": x[:, 0].clone().requires_grad_(), "y": x[:, 1].clone().requires_grad_()}
+        labels = {"ill": (noise > 0).float(), "y": 100 + noise}
+        criterion = fairmt.FairMT({"ill": fairmt.Detection(), "y": fairmt.Regression()}, {"sex": 2})
+        weight = scale * (1 + sex.float())
+        loss = criterion(torch.zeros(ROWS, 2), logits, labels, {"sex": sex}, weight)
+        loss.backward()
+        found.append([loss.detach(), *(z.grad for z in logits.values()), criterion.last.psi["sex/y"].float()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+
+
 def test_a_constant_label_has_no_scale():
     criterion = fairmt.FairMT({"y": fairmt.Regression()}, {"sex": 2})
     for _ in range(3):

@@ -56,6 +56,7 @@ class FairMT(Criterion):
         nonfinite: "raise", or "skip" batches whose loss is not finite (counted in `skipped`).
         validate: look at values on every call (None: on the CPU only; see `check`).
         process_group: the ranks that share a batch.
+        printed: Φ with its −μ/2‖w‖², a dual step that is not relative, and 1/|B_t| in the "mean" geometry; see `paper`.
 
     >>> import torch
     >>> from fairmt import Detection

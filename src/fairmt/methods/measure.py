@@ -15,7 +15,7 @@ from ..errors import FairMTError
 from ..layout import Kind, Layout, join, take
 from ..moments import LabelMoments
 from ..ranks import Ranks
-from ..state import TINY, State, precise
+from ..state import State, precise, reciprocal
 from ..tasks import Classification, Detection, Regression
 
 
@@ -78,7 +78,7 @@ class Measure(State):
             sides = constraint.sides.rows(batch)
             table = constraint.sums(batch, terms, sides)
         loss, labelled, counts, table = self._reduce(batch, terms, table, ranks)
-        mean = 1 / labelled.clamp(min=TINY)
+        mean = reciprocal(labelled)
         losses = loss * mean
         comparable = losses if units is None else losses / self._per_task(units)
         delta = join([term.delta for term in terms.values()]) * self.per_column(mean).to(batch.logits.dtype)

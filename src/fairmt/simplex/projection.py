@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fairmt.errors import FairMTError, describe
+from ..errors import FairMTError, describe
 
 
 def project_simplex(v: Tensor, mask: Tensor | None = None) -> Tensor:
